@@ -1,0 +1,77 @@
+# Two commands: `make demo` and `make test`. Both do all their own set-up on a fresh Debian machine.
+#
+#   make demo        a real model answers from cached KV
+#   make test        everything that must hold: lint, types, floors, native sanitizers, Python tests
+#   make build       .venv with the package in place (rebuilds the native core when it changed)
+#   make format      let ruff format the tree
+#   make clean       remove what make made
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+# 3.11 first: the CPU wheels of torch and vLLM that the tests pin exist for it.
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) >/dev/null 2>&1 && python$(v) -c '' 2>/dev/null && echo python$(v))))
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= $(shell nproc)
+EXTRAS ?= torch,bench,dev
+
+.PHONY: demo test build lint native-test pytest format clean system
+
+demo: build
+	$(BIN)/kvstore demo
+
+test: build lint native-test pytest
+
+build: $(VENV)/.installed
+
+# ---- set-up ---------------------------------------------------------------------------------------------------
+
+system:
+	@tools/system_packages.sh
+
+$(VENV)/bin/python: | system
+	@test -n "$(PYTHON)" || { echo "kvstore needs Python 3.11, 3.12 or 3.13: apt-get install python3 python3-venv python3-dev"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# torch comes first and by itself, so that no later requirement can pull a CUDA build onto a CPU-only machine.
+$(VENV)/.torch: tools/install_torch.py | $(VENV)/bin/python
+	$(BIN)/python tools/install_torch.py
+	@touch $@
+
+NATIVE := $(wildcard native/src/* native/CMakeLists.txt)
+$(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet "scikit-build-core>=0.11" "nanobind>=2.7" "cmake>=3.25" ninja
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# ---- checks ---------------------------------------------------------------------------------------------------
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The same suite under two sanitizers: memory and undefined behaviour, then data races.
+native-test: build
+	$(MAKE) --no-print-directory sanitize-address,undefined
+	$(MAKE) --no-print-directory sanitize-thread
+
+sanitize-%: build
+	$(BIN)/cmake -S native -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVCORE_PYTHON=OFF -DKVCORE_TESTS=ON -DKVCORE_SANITIZE=$* >/dev/null
+	$(BIN)/cmake --build build/native-$* --parallel $(JOBS) --target kvcore_tests
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/native-$*/kvcore_tests
+
+pytest: build
+	$(BIN)/python -m pytest
+
+format: build
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

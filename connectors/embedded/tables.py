@@ -1,0 +1,144 @@
+"""Block tables: who decides which blocks a request gets, and which of them already hold its KV.
+
+The engine asks through `Tables` and knows nothing of tiers. What each side may rely on:
+
+- `begin` names blocks for the whole of `tokens`, reused blocks first. The engine never writes into a block of
+  the reused prefix, so those may be shared with other tables.
+- Reuse is whole blocks and at most `len(tokens) − 1` tokens: the last is always computed, for its logits.
+- Until `ready` is True the engine leaves the table's blocks alone, and `reused_tokens` may change.
+- The engine computes only with ready tables, and calls nothing of `Tables` while the model computes.
+- Each table that `begin` returned is finished exactly once: at the end, on abort (also while it loads), on
+  preemption. Its blocks may come back later (copies from them end first): `grow` says False until then.
+- `filled` gets the engine's own list, which goes on growing: what lies before `computed` stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+__all__ = ["LocalTables", "Reuse", "Table", "Tables", "blocks_for"]
+
+Reuse = Literal["none", "own", "group"]
+
+
+@dataclass(slots=True)
+class Table:
+    """Blocks of one request, in order of position. `handle` belongs to the Tables that made it."""
+
+    blocks: list[int]
+    reused_tokens: dict[str, int] = field(default_factory=dict)
+    handle: object = None
+
+    @property
+    def reused(self) -> int:
+        """Tokens at the front whose KV is in the blocks without having been computed now."""
+        return sum(self.reused_tokens.values())
+
+
+class Tables(Protocol):
+    """Allocates block tables. All calls come from one thread and return without waiting."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block."""
+
+    @property
+    def capacity_blocks(self) -> int:
+        """The most blocks that one table could ever have, when nothing else runs."""
+
+    def begin(self, request_id: str, tokens: Sequence[int], reuse: Reuse) -> Table | None:
+        """Blocks for all of `tokens`. None: no room now, ask again later (nothing was taken)."""
+
+    def ready(self, table: Table) -> bool:
+        """Whether loads into the table have ended. True is final, and so is `reused_tokens` then.
+
+        A load that fails is not an error: `reused_tokens` shrinks to what arrived.
+        """
+
+    def grow(self, table: Table, blocks: int) -> bool:
+        """Append this many fresh blocks to `table.blocks`. False: no room, nothing changed."""
+
+    def filled(self, table: Table, tokens: Sequence[int], computed: int) -> None:
+        """KV of `tokens[:computed]` is in the blocks now. Called whenever another block became full."""
+
+    def finish(self, table: Table) -> None:
+        """The engine is done with the table and will not touch its blocks again."""
+
+    def poll(self) -> None:
+        """Once per step, before anything else: take up what happened meanwhile."""
+
+    def close(self) -> None:
+        """After the last table was finished. Idempotent."""
+
+
+def blocks_for(tokens: int, block_tokens: int) -> int:
+    """Blocks that hold this many tokens."""
+    return -(-tokens // block_tokens)
+
+
+class LocalTables:
+    """A free list and no reuse: the uncached oracle, and what an engine falls back to without a daemon.
+
+    Raises:
+        ValueError: blocks or block_tokens is not positive.
+    """
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        if blocks < 1 or block_tokens < 1:
+            raise ValueError(f"blocks ({blocks}) and block_tokens ({block_tokens}) must be at least 1")
+        self._block_tokens, self._blocks = block_tokens, blocks
+        self._free = list(range(blocks - 1, -1, -1))
+        self._out: set[int] = set()
+
+    @property
+    def block_tokens(self) -> int:
+        return self._block_tokens
+
+    @property
+    def capacity_blocks(self) -> int:
+        return self._blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no table holds."""
+        return len(self._free)
+
+    def begin(self, request_id: str, tokens: Sequence[int], reuse: Reuse) -> Table | None:
+        taken = self._take(blocks_for(len(tokens), self._block_tokens))
+        return None if taken is None else Table(blocks=taken)
+
+    def ready(self, table: Table) -> bool:
+        return True
+
+    def grow(self, table: Table, blocks: int) -> bool:
+        taken = self._take(blocks)
+        if taken is None:
+            return False
+        table.blocks.extend(taken)
+        return True
+
+    def filled(self, table: Table, tokens: Sequence[int], computed: int) -> None:
+        """Nothing is kept."""
+
+    def finish(self, table: Table) -> None:
+        """Raises RuntimeError when a block of the table is not out, as after a second finish."""
+        if not self._out.issuperset(table.blocks):
+            raise RuntimeError("a table was finished twice, or holds blocks that were never handed out")
+        self._out.difference_update(table.blocks)
+        self._free.extend(reversed(table.blocks))
+        table.blocks = []
+
+    def poll(self) -> None:
+        """Nothing happens meanwhile."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _take(self, count: int) -> list[int] | None:
+        if count > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(count)]
+        self._out.update(taken)
+        return taken

@@ -1,0 +1,5 @@
+"""`python -m kvstore` is `kvstore`."""
+
+from kvstore.cli import main
+
+main()

@@ -1,0 +1,312 @@
+"""Typed face of libkvcore (native/src). Python sees batches, native sees blocks.
+
+Ids are uint32, `NONE` (2**32 - 1) stands for "nothing here". Every call that moves bytes releases the GIL.
+A caller's mistake raises ValueError; a broken invariant raises RuntimeError.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+U8 = NDArray[np.uint8]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+Bytes = bytes | bytearray | memoryview
+
+NONE: int
+PAGE_BYTES: int
+KEYS_MAX: int
+
+# Status of one block in a Completion.
+OK: int
+STALE: int
+CORRUPT: int
+DROPPED: int
+
+# Slot states, as in a control entry.
+FREE: int
+FILLING: int
+READY: int
+DRAINING: int
+
+def blake2b(data: Bytes, *, key: Bytes = b"", person: Bytes = b"", digest_size: int = 32) -> bytes: ...
+def chain_keys(
+    parent: Bytes,
+    tokens: U32,
+    block_tokens: int,
+    extra: Bytes = b"",
+    extra_offsets: U32 | None = None,
+) -> U8:
+    """Keys (n_full_blocks, 32) of the full blocks of `tokens`; the tail is ignored.
+
+    extra_offsets: (n_full_blocks + 1,) cuts `extra` into one piece per block; None = no extras.
+    """
+
+def keys_digest(keys: U8) -> int:
+    """Order-sensitive 64-bit digest of (n, 32) keys: Σ first8(key_i) · (2i + 1) mod 2⁶⁴."""
+
+def crc32c(data: Bytes, value: int = 0) -> int: ...
+def crc_paths() -> list[str]:
+    """Copy+CRC implementations this CPU can run, best first: vpclmulqdq512, pclmul128, sse42, plain."""
+
+def crc_path() -> str: ...
+def set_crc_path(name: str) -> None:
+    """For tests: force one of crc_paths(). Raises ValueError for others."""
+
+def copy_crc(target: U8, source: U8) -> int:
+    """Non-temporal copy that returns the CRC32C of the bytes on their way. Equal lengths."""
+
+class Arena:
+    @staticmethod
+    def create(name: str, capacity_bytes: int) -> Arena: ...
+    @staticmethod
+    def attach(data_fd: int, control_fd: int, capacity_bytes: int) -> Arena: ...
+    def prefault(self, threads: int, huge_pages: bool = True, lock: bool = False) -> bool: ...
+    def populate(self, threads: int) -> None: ...
+    def close(self) -> None:
+        """Drop this holder's mapping. Anything that still uses it keeps it alive (shared ownership)."""
+    @property
+    def prefaulted_bytes(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def data_fd(self) -> int: ...
+    @property
+    def control_fd(self) -> int: ...
+    def view(self, slot: int, length: int) -> U8:
+        """Writable window on a slot's bytes (tests, layout proof, repair)."""
+    def control(self, slot: int) -> ControlSnapshot: ...
+
+class ControlSnapshot:
+    generation: int
+    state: int
+    length: int
+    crc: int
+    checked: int
+    fingerprint: bytes
+
+class SlotFormat:
+    """[layer][head][cell] with cells padded to 64 B, then a CRC32C per cell, rounded to 4 KiB."""
+    def __init__(self, layers: int, heads: int, cell_bytes: int) -> None: ...
+    layers: int
+    heads: int
+    cell_bytes: int
+    @property
+    def cell_stride(self) -> int: ...
+    @property
+    def table_offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+
+class PagedLayout:
+    """Where one rank's cells lie in an engine's paged KV memory.
+
+    A cell is, for each plane, `pieces` runs of `piece_bytes` at
+    base[layer, plane] + block * block_stride + head * head_stride + piece * piece_stride;
+    planes · pieces · piece_bytes == cell_bytes. Cells land in rows [layer_start, +layers) and columns
+    [head_start, +heads) of the slot. The caller keeps the memory alive.
+    """
+    def __init__(
+        self,
+        bases: U64,
+        *,
+        blocks: int,
+        heads: int,
+        block_stride: int,
+        head_stride: int,
+        piece_stride: int,
+        piece_bytes: int,
+        pieces: int,
+        layer_start: int = 0,
+        head_start: int = 0,
+    ) -> None: ...
+
+class Completion:
+    job: int
+    status: U8
+    """(n,) one of OK, STALE, CORRUPT, DROPPED per block, in the order of the call."""
+    bytes: int
+    seconds: float
+
+class Copier:
+    """Threads that copy between an arena and paged KV memory; one submission and one completion queue."""
+    def __init__(self, threads: int, *, queue_max: int = 1024) -> None: ...
+    @property
+    def eventfd(self) -> int:
+        """Readable while completions() has something."""
+    def store(self, arena: Arena, format: SlotFormat, layout: PagedLayout, blocks: U32, slots: U32) -> int:
+        """Copy device blocks into FILLING slots, cells summed on the way. Returns a job id.
+
+        Raises BlockingIOError when queue_max jobs wait.
+        """
+    def load(
+        self, arena: Arena, format: SlotFormat, layout: PagedLayout, blocks: U32, slots: U32, keys: U8
+    ) -> int:
+        """Copy READY slots into device blocks, in order, each checked by LAWS A4 + A5 (fingerprint,
+        generation, cell sums). A block whose status is not OK holds undefined bytes."""
+    def progress(self, job: int) -> int:
+        """Blocks of a running load that are finished, counted from the front (chain order)."""
+    def cancel(self, job: int) -> None:
+        """Blocks not yet begun become DROPPED; the job still completes, exactly once."""
+    def completions(self) -> list[Completion]: ...
+    def wait(self, job: int, timeout_s: float) -> Completion | None:
+        """Take that job's completion, or None at the timeout. Releases the GIL."""
+    def quiesce(self, timeout_s: float) -> bool:
+        """Cancel what waits, join what runs; True when nothing can write any more."""
+    def close(self) -> None: ...
+
+def verify_slots(arena: Arena, format: SlotFormat, slots: U32, keys: U8) -> U8:
+    """(n,) status of READY slots, recomputed from their bytes. Releases the GIL."""
+
+def table_crcs(arena: Arena, format: SlotFormat, slots: U32) -> U32:
+    """(n,) CRC32C of each slot's CRC table, as publish() needs it. Reads 4 bytes per cell."""
+
+# ---- metadata: one thread (the daemon's loop) owns all of it ----------------------------------------
+
+class Walk:
+    """A path in the index from the first block of a chain to the deepest known node that was asked for."""
+    @property
+    def root(self) -> int: ...
+    @property
+    def depth(self) -> int:
+        """Blocks on the path; 0 = nothing known."""
+    @property
+    def deepest(self) -> int:
+        """Node at depth, or the root's node when depth == 0 and the root is known, else NONE."""
+    @property
+    def gap_stop(self) -> int:
+        """First asked position that is unknown (or n): [depth, gap_stop) is not decided yet."""
+    @property
+    def nodes(self) -> U32:
+        """(depth,) nodes in chain order."""
+    def digest(self, length: int) -> int:
+        """keys_digest of the first `length` keys."""
+
+class Index:
+    """Ancestor-closed tree of block keys (LAWS C). Holds no bytes; pools say where bytes are."""
+    def __init__(self, nodes_max: int) -> None: ...
+    def __len__(self) -> int:
+        """Nodes, roots not counted."""
+    @property
+    def nodes_max(self) -> int: ...
+    def root(self, key: Bytes) -> int:
+        """Node of a root, made if absent (never reaped)."""
+    def find(self, key: Bytes) -> int: ...
+    def walk(self, root: Bytes, n: int, positions: U32, keys: U8) -> Walk:
+        """positions ascending in [0, n), keys (k, 32). ValueError on more than KEYS_MAX keys, a key known at
+        another depth, on another chain, or under another root."""
+    def keys(self, nodes: U32) -> U8: ...
+    def parent(self, node: int) -> int: ...
+    def depth(self, node: int) -> int: ...
+    def root_of(self, node: int) -> int:
+        """The root's node above `node`, by the ancestor jumps: depth / 64 steps."""
+    def pin(self, node: int) -> None:
+        """Keep the node (and so its ancestors) and, on every tier, its bytes."""
+    def unpin(self, node: int) -> None: ...
+    def pins(self) -> int:
+        """Σ pins."""
+    @property
+    def memory_bytes(self) -> int: ...
+    def check(self) -> None:
+        """Every invariant of LAWS C11 that the index alone can see; RuntimeError names the first broken."""
+
+class Reserved:
+    nodes: U32
+    """(m,) nodes of the first m keys, m <= n."""
+    slots: U32
+    """(m,) slot to fill, NONE where the block is READY or someone else is filling it."""
+    filled: int
+    """blocks that were READY already"""
+    elsewhere: int
+    """blocks another reservation is filling"""
+    dropped: int
+    """keys beyond m: no room"""
+
+class HostPool:
+    """Slots of one arena and which node's bytes each holds; leaf-first LRU per size class."""
+    def __init__(self, index: Index, arena: Arena, slab_bytes: int) -> None: ...
+    def match(self, walk: Walk) -> int:
+        """Leading blocks of the walk with READY bytes here."""
+    def slots(self, nodes: U32) -> U32:
+        """READY slot of each node, or NONE."""
+    def missing(self, node: int) -> U32:
+        """The chain that ends in node, from the first block without READY bytes here, in chain order."""
+    def ready_nodes(self) -> U32:
+        """Every node with READY bytes."""
+    def touch(self, node: int) -> None:
+        """The chain that ends in node was used now. O(1)."""
+    def reserve(self, parent: int, keys: U8, format: SlotFormat, now_s: float, stall_s: float) -> Reserved:
+        """Make nodes and FILLING slots for keys, whose chain continues `parent` (a node; pinned until every
+        slot of this call is published or aborted). Evicts inline, leaves first, never `parent`'s chain.
+        A slot someone else has been filling for longer than stall_s does not count: a second is made.
+        ValueError: duplicate keys, a key known elsewhere in the tree, more than KEYS_MAX keys."""
+    def publish(self, nodes: U32, slots: U32, crcs: U32, length: int, checked: int) -> U8:
+        """(n,) 1 = READY now; 0 = freed instead (another writer was first, or its parent holds no bytes)."""
+    def abort(self, nodes: U32, slots: U32) -> None:
+        """FILLING → FREE; the writer is known to be done."""
+    def drop(self, node: int) -> bool:
+        """READY → FREE although children may hold bytes (rot): the node is hollow. False if absent."""
+    def forget(self, node: int) -> bool:
+        """drop() for bytes that nobody will miss: not counted as rot."""
+    def evict(self, format: SlotFormat, slots: int) -> int:
+        """Evict up to that many idle leaves of the class; how many."""
+    def take_removed(self) -> U8:
+        """(n, 32) keys whose bytes left since the last call (for events)."""
+    def take_dropped(self) -> dict[str, int]:
+        """Counters since the last call: evicted, orphaned, lost, no_room, rot."""
+    @property
+    def memory_bytes(self) -> int: ...
+    @property
+    def capacity_slots(self) -> int:
+        """free + filling + ready + draining, in slots of the classes that exist now."""
+    def counts(self) -> dict[str, int]:
+        """free, filling, ready, draining (slots), free_slabs, used_bytes."""
+    def check(self) -> None: ...
+
+class Allocation:
+    blocks: U32
+    """(m,) fresh blocks, pinned once; m == wanted or 0"""
+    draining: U32
+    """(d,) idle blocks whose bytes are on no lower tier: copy down, then drained(); ask again"""
+    draining_nodes: U32
+
+class DevicePool:
+    """Blocks of one engine's device pool. L1 = pins > 0, L2 = indexed with pins == 0."""
+    def __init__(self, index: Index, host: HostPool | None, blocks: int, idle_max: int) -> None: ...
+    def match(self, walk: Walk) -> int: ...
+    def blocks_of(self, nodes: U32) -> U32:
+        """Block of each node, or NONE."""
+    def pin(self, blocks: U32) -> None: ...
+    def unpin(self, blocks: U32) -> None:
+        """A block without a node becomes FREE at its last unpin, one with a node becomes idle (L2)."""
+    def touch(self, node: int) -> None: ...
+    def allocate(self, wanted: int) -> Allocation: ...
+    def trim(self, most: int) -> Allocation:
+        """Bring idle blocks down to idle_max, at most `most` at a time (blocks is empty)."""
+    def drained(self, blocks: U32) -> None:
+        """DRAINING → FREE, whether the copy was published or given up."""
+    def adopt(self, blocks: U32) -> None:
+        """FREE → pinned once: the engine was using these before it attached."""
+    def commit(self, blocks: U32, parent: int, keys: U8) -> U8:
+        """Pinned blocks now hold the bytes of keys, a chain after `parent`. (n,) 1 = indexed here,
+        0 = that key already has a block here (this one stays private)."""
+    def drop(self, node: int) -> bool: ...
+    def indexed_nodes(self) -> U32:
+        """Every node with a block here."""
+    def take_removed(self) -> U8: ...
+    def take_stored(self) -> U8: ...
+    def counts(self) -> dict[str, int]:
+        """free, mapped, idle, draining."""
+    @property
+    def memory_bytes(self) -> int: ...
+    def close(self) -> None:
+        """The engine is gone: every block leaves the index."""
+    def check(self) -> None: ...
+
+def slot_runs(slots: U32, pages_per_slot: int) -> U32:
+    """(r, 2) runs [first slot, count] of neighbouring slots, in order."""
+
+def expand_runs(runs: U32, pages_per_slot: int) -> U32: ...

@@ -1,0 +1,231 @@
+"""Block tables of owned device pools: acquire → commit → release, and demotion of what only the device has.
+
+    acquire   device hits (pinned), then blocks to fill from HOST, then fresh ones
+    commit    a filled block gets its key and can be reused from now on
+    release   pins end: L1 → L2; idle blocks beyond `idle_max` leave
+
+An idle block that must leave and is on no lower tier is demoted first: the engine copies it to HOST by an
+order (`Demotion`) and publishes. Children leave before parents, so an order covers the ancestors that HOST
+lacks too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore._native import NONE, Allocation
+from kvstore.errors import BadRequest
+from kvstore.group import Caller
+from kvstore.leases import Lease
+from kvstore.store import Store
+from kvstore.tiers.gpu import OwnedPool
+from kvstore.transfers import Filling
+
+__all__ = ["Demotion", "Table", "acquire", "adopt", "commit", "release"]
+
+# Idle blocks taken beyond idle_max by one release: bounds the copies that its reply may ask for.
+TRIM_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Demotion:
+    """Copy device `blocks` to the slots of `filling`, then publish it."""
+
+    filling: Filling
+    blocks: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Answer to an acquire.
+
+    Attributes:
+        lease: owner of the table.
+        added: blocks that this call appended.
+        device: leading blocks that hold valid bytes.
+        load_start, load_stop: blocks to fill from `runs`.
+        demotions: do these first and ask again; nothing was added.
+        busy: nothing was added, for this reason.
+    """
+
+    lease: Lease
+    added: NDArray[np.uint32]
+    device: int
+    load_start: int
+    load_stop: int
+    runs: bytes
+    demotions: tuple[Demotion, ...] = ()
+    busy: str = ""
+
+
+def acquire(caller: Caller, lease_id: int, blocks: int) -> Table:
+    """Make a lease's table `blocks` long.
+
+    Args:
+        lease_id: a lease, or 0 for a table without reuse.
+        blocks: wanted length.
+
+    Raises:
+        NotFound: no such lease.
+        BadRequest: the engine has no owned pool, or the length is out of range.
+    """
+    pool, group = _owned(caller), caller.group
+    if not 1 <= blocks <= pool.blocks:
+        raise BadRequest(f"acquire.blocks: need 1 to the pool's {pool.blocks}, got {blocks}")
+    empty = np.empty(0, np.uint32)
+    if lease_id:
+        lease = group.leases.get(caller.session, lease_id)
+    else:
+        lease = group.leases.grant(caller.session, b"", 0, empty)
+    hits = empty if len(lease.table) else pool.hits(lease.nodes)[:blocks]
+    pool.pin(hits)
+    wanted = max(0, blocks - len(lease.table) - len(hits))
+    got, demotions = _allocate(caller, pool, wanted)
+    if len(got.blocks) < wanted:
+        pool.unpin(hits)
+        if not lease_id:
+            group.end_lease(lease)
+        counts = pool.counts()
+        busy = "" if demotions else f"device pool: {counts['mapped']} of {pool.blocks} blocks are mapped"
+        return Table(lease, empty, 0, 0, 0, b"", demotions, busy)
+    added = np.concatenate([hits, got.blocks])
+    first = not len(lease.table)
+    lease.table = np.concatenate([lease.table, added])
+    group.record_changes(caller.engine)
+    if not first:
+        return Table(lease, added, lease.device, 0, 0, b"")
+    return _first_table(caller, lease, added, len(hits), blocks)
+
+
+def _first_table(caller: Caller, lease: Lease, added: NDArray[np.uint32], hits: int, blocks: int) -> Table:
+    # What the lookup saw may have changed; the table tells what is there now.
+    group = caller.group
+    on_host = group.host.leading(lease.nodes[hits:blocks]) + hits
+    lease.device, lease.host = hits, on_host
+    runs = group.host.runs(lease.nodes[hits:on_host], caller.shape)
+    return Table(lease, added, hits, hits, on_host, runs)
+
+
+def _allocate(caller: Caller, pool: OwnedPool, wanted: int) -> tuple[Allocation, tuple[Demotion, ...]]:
+    """Allocate; turn what must be drained into orders, or lose it when HOST has no room either."""
+    got = pool.allocate(wanted)
+    while len(got.blocks) < wanted and len(got.draining):
+        demotions = _demote(caller, pool, got)
+        if demotions:
+            return got, demotions
+        got = pool.allocate(wanted)  # nothing could be saved: the drained blocks are free now
+    return got, ()
+
+
+def _demote(caller: Caller, pool: OwnedPool, got: Allocation) -> tuple[Demotion, ...]:
+    group, store_s = caller.group, caller.group.config.daemon.stall_s
+    block_of = dict(zip(got.draining_nodes.tolist(), got.draining.tolist(), strict=True))
+    orders, waiting = [], set(block_of)
+    for victim in got.draining_nodes.tolist():  # rare: saves are written through, so most victims are on HOST
+        if victim not in waiting:
+            continue  # a deeper victim's chain covered it
+        chain = group.host.missing(victim)
+        parent = group.index.parent(int(chain[0]))
+        keys = group.index.keys(chain)
+        reserved = group.host.reserve(parent, keys, caller.shape, group.clock.now(), store_s)
+        ours = reserved.slots != NONE
+        nodes, slots = reserved.nodes[ours], reserved.slots[ours]
+        blocks = np.array([block_of.get(int(n), NONE) for n in nodes], np.uint32)
+        staying = pool.blocks_of(nodes)
+        blocks = np.where(blocks == NONE, staying, blocks).astype(np.uint32)
+        if not len(nodes):
+            continue
+        filling = group.begin_filling(caller, nodes, slots)
+        drained = np.isin(nodes, got.draining_nodes)
+        filling.drain, filling.copied = blocks[drained], blocks[~drained]
+        pool.pin(filling.copied)
+        waiting.difference_update(nodes[drained].tolist())
+        orders.append(Demotion(filling, blocks))
+    if waiting:  # no room on HOST: their bytes are given up
+        lost = np.array([block_of[node] for node in sorted(waiting)], np.uint32)
+        pool.drained(lost)
+        group.counters.lost_on_demote += len(lost)
+    group.record_changes(caller.engine)
+    return tuple(orders)
+
+
+def commit(
+    store: Store,
+    caller: Caller,
+    lease_id: int,
+    root: bytes,
+    start: int,
+    parent: bytes,
+    keys: NDArray[np.uint8],
+) -> int:
+    """Blocks [start, start + n) of a table hold the bytes of these keys; how many are indexed under them.
+
+    Raises:
+        NotFound: no such lease.
+        BadRequest: outside the table, or keys that contradict the index.
+    """
+    pool, group = _owned(caller), caller.group
+    lease = group.leases.get(caller.session, lease_id)
+    if not 0 <= start <= start + len(keys) <= len(lease.table):
+        raise BadRequest(
+            f"commit: [{start}, {start + len(keys)}) is not inside a table of {len(lease.table)}"
+        )
+    node = store.parent_node(caller, root, parent)
+    if node == NONE or not len(keys):
+        return 0
+    try:
+        indexed = pool.commit(lease.table[start : start + len(keys)], node, keys)
+    except ValueError as error:
+        raise BadRequest(f"commit: {error}") from None
+    last = group.index.find(keys[-1].tobytes())
+    if last != NONE:  # the pin follows, so that the chain's nodes live as long as its table
+        group.leases.repin(lease, last)
+    group.record_changes(caller.engine)
+    return indexed
+
+
+def adopt(
+    store: Store, caller: Caller, root: bytes, table: NDArray[np.uint32], keys: NDArray[np.uint8]
+) -> Lease:
+    """A table that was in use before this daemon knew the engine; its full blocks are indexed again.
+
+    Raises:
+        BadRequest: a block is out of range or in use, or there are more keys than blocks.
+    """
+    pool, group = _owned(caller), caller.group
+    if len(keys) > len(table):
+        raise BadRequest(f"adopt: {len(keys)} keys for a table of {len(table)} blocks")
+    if root:
+        group.root_of(caller, root)
+    pool.adopt(table)
+    lease = group.leases.grant(caller.session, root, 0, np.empty(0, np.uint32))
+    lease.table = table
+    if root and len(keys):
+        commit(store, caller, lease.id, root, 0, root, keys)
+    return lease
+
+
+def release(caller: Caller, lease_id: int) -> tuple[Demotion, ...]:
+    """End a lease; with an owned pool, orders for idle blocks that must leave.
+
+    Raises:
+        NotFound: no such lease (released twice, revoked).
+    """
+    group = caller.group
+    group.end_lease(group.leases.get(caller.session, lease_id))
+    pool = caller.engine.device
+    if not isinstance(pool, OwnedPool):
+        return ()
+    orders = _demote(caller, pool, pool.trim(TRIM_MAX))
+    group.record_changes(caller.engine)
+    return orders
+
+
+def _owned(caller: Caller) -> OwnedPool:
+    pool = caller.engine.device
+    if not isinstance(pool, OwnedPool):
+        raise BadRequest("pool: this engine has no owned device pool; send Pool(kind=owned) after the proof")
+    return pool

@@ -1,0 +1,48 @@
+"""The engine's side of a session: `Client` for threads, `AsyncClient` for event loops.
+
+effects    what an operation may ask of the world        values     arguments and results
+core       shared state: attachment, leases, copies      face       what both clients show without I/O
+reading, writing, pooling, asking    the operations, each once, as generators
+attach, upkeep                       attach with proof, and the life in the background
+wire, sockets                        frames and file descriptors
+link, threads, sync                  driven by threads
+alink, tasks, aio                    driven by an event loop
+"""
+
+from __future__ import annotations
+
+from kvstore.client.aio import AsyncClient
+from kvstore.client.sync import Client
+from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave
+from kvstore.client.threads import Fetch, Load, Save
+from kvstore.client.values import (
+    Counters,
+    FetchResult,
+    KVMemory,
+    Limits,
+    LoadResult,
+    PoolSpec,
+    Reservation,
+    Role,
+    Table,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncFetch",
+    "AsyncLoad",
+    "AsyncSave",
+    "Client",
+    "Counters",
+    "Fetch",
+    "FetchResult",
+    "KVMemory",
+    "Limits",
+    "Load",
+    "LoadResult",
+    "PoolSpec",
+    "Reservation",
+    "Role",
+    "Save",
+    "Table",
+]

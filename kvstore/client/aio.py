@@ -1,0 +1,253 @@
+"""The client for event loops: `Client` with `await`.
+
+One background task attaches, sends heartbeats and re-attaches. Everything runs on the loop that was running
+when the client was made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client import asking, pooling, reading, writing
+from kvstore.client.alink import LoopLink
+from kvstore.client.core import as_blocks
+from kvstore.client.effects import Op
+from kvstore.client.face import Face, as_keys
+from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave, Tasks
+from kvstore.client.upkeep import upkeep
+from kvstore.client.values import Reservation, Table
+from kvstore.keys import KeyChain
+from kvstore.rpc.messages import Check, Status
+from kvstore.types import Busy, Hit, LookupResult
+
+__all__ = ["AsyncClient"]
+
+T = TypeVar("T")
+U32 = NDArray[np.uint32]
+U8 = NDArray[np.uint8]
+
+
+class AsyncClient(Face):
+    """A session with the node's daemon, kept alive in the background. See `Face` for the arguments.
+
+    Make it inside a running loop. The same promises as `Client`: an absent or failing daemon is a `Miss`,
+    `Busy` or a result with everything dropped, within `Limits`; only a caller's mistake raises `BadRequest`.
+    A cancelled call still ends in order in the background: what it gained is given back.
+    """
+
+    def _start(self) -> None:
+        self._tasks = Tasks(self._core)
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._core.changed = self._on_changed
+        self._upkeep = asyncio.get_running_loop().create_task(
+            self._tasks.run(upkeep(self._core)), name="kvstore-client"
+        )
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Join every copy, tell the daemon, close the socket, unmap. Idempotent.
+
+        Handles that are out get their result. In a forked child only the child's copy of the socket goes.
+        """
+        core = self._core
+        if os.getpid() != self._pid:
+            attachment = core.attachment
+            if attachment is not None and isinstance(attachment.link, LoopLink):
+                attachment.link.abandon()
+            return
+        if self._closed:
+            return
+        self._closed = core.closing = True
+        self._tasks.wake()
+        await self._upkeep
+        while self._tasks.active:
+            await asyncio.wait(list(self._tasks.active))
+        self._tasks.close()
+        if core.copier is not None:
+            core.copier.close()
+            core.copier = None  # its eventfd lives as long as the object
+
+    async def wait_attached(self, timeout_s: float) -> bool:
+        """Wait until attached or refused; whether attached."""
+        self._check()
+        core = self._core
+        try:
+            async with asyncio.timeout(timeout_s):
+                while core.attachment is None and core.refusal is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return self.attached
+
+    async def poll(self) -> None:
+        """Run (and await) the callbacks that are due. Saves, loads and fetches advance by themselves."""
+        self._check()
+        for callback in self._due():
+            outcome = callback()
+            if inspect.isawaitable(outcome):
+                await outcome
+
+    # ---- reading ---------------------------------------------------------------------------------------
+
+    async def lookup(self, chain: KeyChain, blocks: int | None = None) -> LookupResult:
+        """How much of a chain may be reloaded, and from where. A `Hit` is a lease: `release` it.
+
+        Args:
+            chain: keys under one of our roots.
+            blocks: use only the first so many (default: all).
+
+        Cost: one round trip of about 2·√n keys, two if the deepest known block lies between them.
+
+        Raises:
+            BadRequest: blocks is outside the chain.
+        """
+        return await self._run(reading.lookup(self._core, chain, blocks))
+
+    def load(self, hit: Hit, blocks: U32) -> AsyncLoad:
+        """Begin to copy a hit's load range into device blocks, in chain order, every block verified.
+
+        Args:
+            hit: a lease that is held; keep it until the load is done. After `acquire`, a hit with the
+                table's load range and slots in place of its own.
+            blocks: (load_stop - load_start,) device blocks to fill.
+
+        Raises:
+            BadRequest: blocks is malformed.
+        """
+        self._check()
+        return AsyncLoad(self._tasks, self._begin_load(hit, blocks))
+
+    def load_slots(self, slots: U32, keys: U8, blocks: U32) -> AsyncLoad:
+        """Same for a worker whose scheduler holds the lease; the scheduler reports bad blocks (`report`).
+
+        Args:
+            slots: (n,) arena slots, from `Hit.slots`.
+            keys: (n, 32) keys that the slots must hold.
+            blocks: (n,) device blocks.
+        """
+        self._check()
+        return AsyncLoad(self._tasks, self._begin_load_slots(slots, keys, blocks))
+
+    def fetch(self, hit: Hit, start: int, stop: int) -> AsyncFetch:
+        """Bring blocks [start, stop) of a hit to where they can be copied. HOST blocks are there already."""
+        self._check()
+        return AsyncFetch(self._tasks, hit.lease, start, stop)
+
+    async def report(self, lease: int, bad: Iterable[int]) -> bool:
+        """Tell the daemon which positions of a lease's chain failed their check, each at most once."""
+        return await self._run(reading.report(self._core, lease, bad))
+
+    async def release(self, lease: int) -> None:
+        """End a lease. Twice, or after the daemon it came from is gone, is a no-op."""
+        await self._run(reading.release(self._core, lease))
+
+    # ---- writing ---------------------------------------------------------------------------------------
+
+    def save(self, chain: KeyChain, start: int, stop: int, blocks: U32) -> AsyncSave:
+        """Begin to hand blocks [start, stop) of a chain to the daemon.
+
+        The device blocks must stay untouched until the handle is done.
+
+        Args:
+            blocks: (stop - start,) device blocks that hold them.
+
+        Raises:
+            BadRequest: the range is outside the chain, or blocks is malformed.
+        """
+        self._check()
+        writing.check_range(chain, start, stop)
+        source = as_blocks(self._core, blocks, stop - start)
+        return AsyncSave(self._tasks, writing.save(self._core, chain, start, stop, source))
+
+    async def reserve(self, chain: KeyChain, start: int, stop: int) -> Reservation:
+        """First half of a save by several ranks: slots that every rank then writes its part of (`write`)."""
+        writing.check_range(chain, start, stop)
+        return await self._run(writing.reserve(self._core, chain, start, stop))
+
+    def write(self, reservation: Reservation, blocks: U32) -> AsyncSave:
+        """Second half: copy this rank's part of one device block per slot of the reservation, publish it.
+
+        The device blocks must stay untouched until the handle is done.
+        """
+        self._check()
+        source = as_blocks(self._core, blocks, len(reservation.slots))
+        return AsyncSave(self._tasks, writing.write(self._core, reservation, source))
+
+    # ---- the device pool -------------------------------------------------------------------------------
+
+    async def acquire(self, lease: int, blocks: int) -> Table | Busy:
+        """Make the block table of a lease (0 = a new one) `blocks` long; copies down first what must leave.
+
+        After every attach this is `Busy` until `poll()` has run `on_attach`.
+        """
+        return await self._run(pooling.acquire(self._core, lease, blocks))
+
+    async def commit(self, lease: int, chain: KeyChain, start: int, stop: int) -> int:
+        """Blocks [start, stop) of the lease's table hold these keys; how many were indexed under them."""
+        writing.check_range(chain, start, stop)
+        return await self._run(pooling.commit(self._core, lease, chain, start, stop))
+
+    async def adopt(self, table: U32, chain: KeyChain | None, stop: int) -> Table | Busy:
+        """In `on_attach`: this table is in use, its first `stop` blocks hold these keys. Gives it a lease."""
+        if chain is not None:
+            writing.check_range(chain, 0, stop)
+        return await self._run(pooling.adopt(self._core, as_blocks(self._core, table), chain, stop))
+
+    async def observe(self, mapped: int, idle: int, free: int, stored: U8, removed: U8) -> bool:
+        """State of a borrowed pool: its counts, and (n, 32) keys stored and removed since the last call.
+
+        Returns:
+            False if the daemon did not hear it: after the next attach, tell everything again.
+        """
+        counts = (mapped, idle, free)
+        return await self._run(pooling.observe(self._core, counts, as_keys(stored), as_keys(removed)))
+
+    # ---- the session -----------------------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        """The daemon's status; {"attached": False, "reason": …} without one."""
+        return await self._run(asking.report_of(self._core, Status()))
+
+    async def check(self) -> dict[str, Any]:
+        """Let the daemon check its conservation laws: {"ok": …}; {"attached": False, …} without one."""
+        return await self._run(asking.report_of(self._core, Check()))
+
+    async def heartbeat(self) -> bool:
+        """Is the daemon alive? (The background thread asks often enough for the daemon.)"""
+        return await self._run(asking.heartbeat(self._core))
+
+    async def quiesced(self) -> bool:
+        """Join every copy of this process and say so; what it was filling is aborted."""
+        return await self._run(asking.quiesced(self._core))
+
+    # ---- inside ----------------------------------------------------------------------------------------
+
+    async def _run(self, op: Op[T]) -> T:
+        self._check()
+        return await self._tasks.shielded(op, self._given_back)
+
+    def _given_back(self, result: object) -> Op[None] | None:
+        """What undoes an operation whose caller is not there any more."""
+        if isinstance(result, Hit | Table):
+            return reading.release(self._core, result.lease)
+        return None
+
+    def _on_changed(self) -> None:
+        self._changed.set()

@@ -1,0 +1,56 @@
+"""Status, self-check, heartbeat and quiesce: small questions that every role may ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvstore.client.core import Core, ask
+from kvstore.client.effects import Op, Work
+from kvstore.errors import KVStoreError
+from kvstore.rpc.messages import Check, Done, Heartbeat, Quiesced, Status, StatusReport
+
+__all__ = ["heartbeat", "quiesced", "report_of"]
+
+
+def report_of(core: Core, message: Status | Check) -> Op[dict[str, Any]]:
+    """The daemon's answer as a dict; {"attached": False, "reason": …} when there is none."""
+    attachment = core.attachment
+    if attachment is None:
+        return {"attached": False, "reason": str(core.refusal or "no daemon is attached")}
+    try:
+        answer = yield from ask(core, attachment.link, message, StatusReport, core.call_deadline())
+        content = msgspec.json.decode(answer.json, type=dict[str, Any])
+    except KVStoreError as error:
+        return {"attached": False, "reason": str(error)}
+    except msgspec.MsgspecError as error:
+        return {"attached": False, "reason": str(core.broken(attachment.link, f"status report: {error}"))}
+    return {"attached": True, **content}
+
+
+def heartbeat(core: Core) -> Op[bool]:
+    """Say that we are alive, and hear whether the daemon is."""
+    attachment = core.attachment
+    if attachment is None:
+        return False
+    try:
+        yield from ask(core, attachment.link, Heartbeat(), Done, core.call_deadline())
+    except KVStoreError:
+        return False
+    return True
+
+
+def quiesced(core: Core) -> Op[bool]:
+    """Join every copy of this process, then say so: the daemon aborts what it was filling."""
+    attachment = core.attachment
+    copier = core.copier
+    if copier is not None and not (yield Work(lambda: copier.quiesce(core.setup.limits.copy_s))):
+        return False
+    if attachment is None:
+        return True
+    try:
+        yield from ask(core, attachment.link, Quiesced(), Done, core.call_deadline())
+    except KVStoreError:
+        return False
+    return True

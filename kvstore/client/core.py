@@ -1,0 +1,298 @@
+"""The state that all operations of a client share.
+
+    DETACHED ─upkeep: connect, attach, proof─▶ ATTACHED ─link dead, or closing─▶ DETACHED
+
+`attachment` is replaced as a whole and never changed in place: an operation takes it once at its start, and a
+copy is submitted only while it is still the current one. Ids of leases are our own and never reused, so a
+lease of an older attach cannot be mistaken for one of this daemon's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import _native
+from kvstore._native import Arena, Copier, PagedLayout, SlotFormat
+from kvstore.client.effects import Call, Link, Op
+from kvstore.client.values import Counters, Setup
+from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Unavailable, from_status
+from kvstore.keys import KeyChain
+from kvstore.rpc.messages import Failed, Progress, Reply, Request
+from kvstore.types import Tier
+
+__all__ = ["Attachment", "Core", "Fetching", "Grant", "Loading", "as_blocks", "ask", "u32_bytes", "u32s"]
+
+R = TypeVar("R", bound=Reply)
+U32 = NDArray[np.uint32]
+TIERS = frozenset(tier.value for tier in Tier)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attachment:
+    """One successful attach: what the daemon said, and the memory it shares.
+
+    Attributes:
+        generation: 1 for a client's first attach, then counting.
+        link: the connection.
+        epoch, session, engine: see `rpc.messages.Attached`.
+        roots: tenant → reuse → root.
+        keys_max: most keys in one message.
+        heartbeat_s: longest silence the daemon takes for life.
+        pages: size of the arena in pages.
+        arena, paged: both ends of every copy; None where this process does not copy.
+    """
+
+    generation: int
+    link: Link
+    epoch: bytes
+    session: int
+    engine: bytes
+    roots: Mapping[str, Mapping[str, bytes]]
+    keys_max: int
+    heartbeat_s: float
+    pages: int
+    arena: Arena | None
+    paged: PagedLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease as the daemon knows it.
+
+    Attributes:
+        daemon_id: its id there.
+        attachment: the attach it belongs to.
+        chain: keys it was asked for, None for a table without reuse.
+        load_start: first block of its load range.
+        blocks: length of the match.
+    """
+
+    daemon_id: int
+    attachment: Attachment
+    chain: KeyChain | None
+    load_start: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A load that was submitted, or why it was not.
+
+    Attributes:
+        job: of the copier, -1 if there is none.
+        count: blocks asked for.
+        attachment: attach that it belongs to.
+        lease: report bad blocks under this lease, 0 = the caller does.
+        first: position of the first block in the chain.
+        reason: why there is no job.
+    """
+
+    job: int
+    count: int
+    attachment: Attachment | None
+    lease: int
+    first: int
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Fetching:
+    """What the daemon has said about one fetch so far."""
+
+    attachment: Attachment
+    news: list[Progress]
+
+
+class Core:
+    """Everything but I/O. `lock` guards `attachment`, `leases` and the submission of copies."""
+
+    def __init__(self, setup: Setup) -> None:
+        layout = setup.layout
+        self.setup = setup
+        self.counters = Counters()
+        self.lock = threading.Lock()
+        self.attachment: Attachment | None = None
+        self.generation = 0
+        self.engine = setup.engine
+        self.refusal: KVStoreError | None = None
+        self.closing = False
+        self.changed: Callable[[], None] = lambda: None  # attached, detached or refused: set by the driver
+        self.told = 0  # generation that the engine's callbacks know about
+        self.leases: dict[int, Grant] = {}
+        self.fetches: dict[int, Fetching] = {}  # by the daemon's lease id
+        self.reported: dict[int, set[int]] = {}
+        self._last_lease = 0
+        self._under_way = 0
+        self.slot_pages = layout.slot_bytes // _native.PAGE_BYTES if layout else 1
+        self.format = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes) if layout else None
+        self.copier = Copier(setup.copy_threads) if setup.copies else None
+
+    def call_deadline(self) -> float:
+        """Now + `limits.call_s`."""
+        return self.setup.clock.now() + self.setup.limits.call_s
+
+    def copy_deadline(self) -> float:
+        """Now + `limits.copy_s`."""
+        return self.setup.clock.now() + self.setup.limits.copy_s
+
+    # ---- leases ----------------------------------------------------------------------------------------
+
+    def grant(self, grant: Grant) -> int:
+        """Our id of a lease that the daemon just granted.
+
+        Raises:
+            LimitExceeded: too many are held.
+            Unavailable: its attach is over.
+        """
+        with self.lock:
+            if self.attachment is not grant.attachment:
+                raise Unavailable("detached")
+            if len(self.leases) >= self.setup.limits.leases_max:
+                raise LimitExceeded(f"limits.leases_max = {self.setup.limits.leases_max} leases are held")
+            self._last_lease += 1
+            self.leases[self._last_lease] = grant
+            return self._last_lease
+
+    def end_lease(self, lease: int) -> Grant | None:
+        """Forget a lease; None if it is not held (released, or of an older attach)."""
+        with self.lock:
+            self.reported.pop(lease, None)
+            return self.leases.pop(lease, None)
+
+    def on_notice(self, notice: Progress) -> None:
+        """Keep a notice for the fetch that waits for it (any thread that reads the link)."""
+        fetching = self.fetches.get(notice.lease)
+        if fetching is not None:
+            fetching.news.append(notice)
+
+    # ---- operations with copies ------------------------------------------------------------------------
+
+    @property
+    def full(self) -> str:
+        """Why no save or load may begin now, "" if one may."""
+        most = self.setup.limits.handles_max
+        return f"limits.handles_max = {most} saves and loads are under way" if self._under_way >= most else ""
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Count an operation that holds a handle."""
+        with self.lock:
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._under_way -= 1
+
+    # ---- copies ----------------------------------------------------------------------------------------
+
+    def submit_store(self, attachment: Attachment, blocks: U32, slots: U32) -> int:
+        """Begin to copy device blocks into slots; returns the job. Raises Unavailable, LimitExceeded."""
+        with self.lock:
+            copier, arena, paged, form = self._copy_ends(attachment)
+            try:
+                return copier.store(arena, form, paged, blocks, slots)
+            except BlockingIOError:
+                raise LimitExceeded("the copy queue is full") from None
+            except ValueError as error:
+                raise BadRequest(str(error)) from None
+
+    def submit_load(self, attachment: Attachment, blocks: U32, slots: U32, keys: NDArray[np.uint8]) -> int:
+        """Begin to copy slots into device blocks; returns the job. Raises Unavailable, LimitExceeded."""
+        with self.lock:
+            copier, arena, paged, form = self._copy_ends(attachment)
+            try:
+                return copier.load(arena, form, paged, blocks, slots, keys)
+            except BlockingIOError:
+                raise LimitExceeded("the copy queue is full") from None
+            except ValueError as error:
+                raise BadRequest(str(error)) from None
+
+    def _copy_ends(self, attachment: Attachment) -> tuple[Copier, Arena, PagedLayout, SlotFormat]:
+        if self.attachment is not attachment or self.closing:
+            raise Unavailable("detached")
+        if not (self.copier and attachment.arena and attachment.paged and self.format):
+            raise BadRequest(f"role {self.setup.role!r} does not copy; make this call in a worker")
+        return self.copier, attachment.arena, attachment.paged, self.format
+
+    def progress(self, job: int) -> int:
+        """Leading blocks of a running job that are copied and verified; 0 once its completion was taken."""
+        try:
+            return self.copier.progress(job) if self.copier is not None and job >= 0 else 0
+        except ValueError:
+            return 0
+
+    def cancel(self, job: int) -> None:
+        """Drop what a job has not begun."""
+        if self.copier is not None and job >= 0:
+            self.copier.cancel(job)
+
+    # ---- checks ----------------------------------------------------------------------------------------
+
+    def slots_of(self, attachment: Attachment, runs: bytes, expected: int) -> U32:
+        """(expected,) slots that `runs` names. Fails the link when it names other than that."""
+        pairs = u32s(runs)
+        if pairs is None or pairs.size % 2:
+            raise self.broken(attachment.link, "runs are not pairs of numbers")
+        pairs = pairs.reshape(-1, 2)
+        ends = pairs[:, 0].astype(np.uint64) + pairs[:, 1].astype(np.uint64) * self.slot_pages
+        if int(pairs[:, 1].sum(dtype=np.uint64)) != expected or (ends > attachment.pages).any():
+            raise self.broken(attachment.link, f"runs do not name {expected} slots of the arena")
+        if not expected:
+            return np.empty(0, np.uint32)
+        return _native.expand_runs(np.ascontiguousarray(pairs), self.slot_pages)
+
+    def broken(self, link: Link, reason: str) -> Unavailable:
+        """The daemon broke the protocol: this connection is over."""
+        link.fail(f"malformed reply: {reason}")
+        return Unavailable(f"malformed reply: {reason}")
+
+
+def ask(core: Core, link: Link, message: Request, kind: type[R], deadline: float) -> Op[R]:
+    """Send a request, expect one kind of reply.
+
+    Raises:
+        KVStoreError: what the daemon's `Failed` stands for, or `Unavailable`, or `DeadlineExceeded`.
+    """
+    reply = yield Call(link, message, deadline)
+    if isinstance(reply, kind):
+        return reply
+    if isinstance(reply, Failed):
+        raise from_status(reply.status, reply.message)
+    raise core.broken(link, f"{type(reply).__name__} answers {type(message).__name__}")
+
+
+def u32s(data: bytes) -> U32 | None:
+    """Little-endian numbers off the wire, None if the length is not a multiple of four."""
+    return np.frombuffer(data, "<u4") if len(data) % 4 == 0 else None
+
+
+def u32_bytes(numbers: U32) -> bytes:
+    """Numbers as they travel."""
+    return numbers.astype("<u4", copy=False).tobytes()
+
+
+def as_blocks(core: Core, blocks: object, expected: int | None = None) -> U32:
+    """Device blocks given by a caller, as contiguous uint32.
+
+    Raises:
+        BadRequest: not one-dimensional integers below the memory's block count, or not `expected` of them.
+    """
+    array = np.asarray(blocks)
+    if array.size == 0:
+        array = array.astype(np.uint32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadRequest(f"blocks: need one dimension of integers, got {array.dtype} {array.shape}")
+    if expected is not None and array.size != expected:
+        raise BadRequest(f"blocks: need {expected} device blocks, got {array.size}")
+    top = core.setup.memory.blocks if core.setup.memory else _native.NONE
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < top:
+        raise BadRequest(f"blocks: every device block must be in [0, {top})")
+    return np.ascontiguousarray(array, np.uint32)

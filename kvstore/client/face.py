@@ -1,0 +1,231 @@
+"""What both clients show without I/O: construction, state, keys, callbacks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.core import Core, Loading, as_blocks
+from kvstore.client.values import Counters, KVMemory, Limits, PoolSpec, Role, Setup
+from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Unavailable
+from kvstore.keys import KeyChain
+from kvstore.types import BlockLayout, Hit, Namespace, Reuse
+
+__all__ = ["Face", "as_keys"]
+
+U32 = NDArray[np.uint32]
+U8 = NDArray[np.uint8]
+
+
+class Face:
+    """Base of `Client` and `AsyncClient`.
+
+    Args:
+        socket_path: the daemon's session socket; nobody needs to listen there yet.
+        namespace: identity of every block; a tool needs none.
+        memory: the engine's paged KV memory (roles "both" and "worker").
+        layout: the block layout, where there is no memory to take it from (role "scheduler").
+        tenants: names whose roots are wanted, all of one trust group.
+        role: "both", "scheduler", "worker" or "tool".
+        pool: the device pool to declare.
+        engine: id to join an engine that exists; b"" to be given one (`client.engine`).
+        copy_threads: native threads that copy.
+        scratch_block: a device block that the engine never uses, beyond the blocks of an owned pool. The
+            layout proof overwrites it at every attach, from the background.
+        scratch_restore: write the scratch block's former content back; safe only while the engine is idle.
+        limits: every deadline.
+
+    Raises:
+        BadRequest: the arguments contradict each other; the message names the argument.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str],
+        namespace: Namespace | None,
+        memory: KVMemory | None = None,
+        *,
+        layout: BlockLayout | None = None,
+        tenants: Sequence[str] = ("default",),
+        role: Role = "both",
+        pool: PoolSpec | None = None,
+        engine: bytes = b"",
+        copy_threads: int = 1,
+        scratch_block: int = 0,
+        scratch_restore: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
+        self.on_attach: Callable[[], object] | None = None
+        self.on_detach: Callable[[], object] | None = None
+        self._pid = os.getpid()
+        self._core = Core(
+            Setup(
+                Path(socket_path),
+                namespace,
+                memory,
+                memory.layout if memory is not None else layout,
+                tuple(tenants),
+                role,
+                pool,
+                engine,
+                copy_threads,
+                scratch_block,
+                scratch_restore,
+                limits or Limits(),
+            )
+        )
+        self._start()
+
+    def _start(self) -> None:
+        """Begin to attach."""
+        raise NotImplementedError
+
+    # ---- state -----------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Is there a daemon that answers?"""
+        return self._core.attachment is not None
+
+    @property
+    def epoch(self) -> bytes:
+        """Boot epoch of the daemon, b"" while detached."""
+        attachment = self._core.attachment
+        return attachment.epoch if attachment is not None else b""
+
+    @property
+    def generation(self) -> int:
+        """Successful attaches so far."""
+        return self._core.generation
+
+    @property
+    def engine(self) -> bytes:
+        """16 bytes to hand to the engine's other processes; b"" before the first attach."""
+        return self._core.engine
+
+    @property
+    def refusal(self) -> KVStoreError | None:
+        """Why the daemon does not want us, if that was its last answer."""
+        return self._core.refusal
+
+    @property
+    def counters(self) -> Counters:
+        """Live counters."""
+        return self._core.counters
+
+    @property
+    def limits(self) -> Limits:
+        """As given."""
+        return self._core.setup.limits
+
+    # ---- keys ------------------------------------------------------------------------------------------
+
+    def roots(self, tenant: str, reuse: Reuse) -> bytes | None:
+        """Root of a tenant's chains; None while detached, for Reuse.NONE, and where it is not allowed."""
+        self._check()
+        attachment = self._core.attachment
+        if attachment is None or reuse is Reuse.NONE:
+            return None
+        return attachment.roots.get(tenant, {}).get(reuse.value)
+
+    def chain(
+        self,
+        tokens: Sequence[int] | NDArray[np.integer],
+        tenant: str,
+        reuse: Reuse,
+        extra: Mapping[int, bytes] | None = None,
+    ) -> KeyChain | None:
+        """Keys of the full blocks of `tokens`; None when `roots` is None: then there is nothing to ask.
+
+        Cost: about 150 ns per 16-token block.
+
+        Raises:
+            BadRequest: bad token ids or extra.
+        """
+        root = self.roots(tenant, reuse)
+        layout = self._core.setup.layout
+        if root is None or layout is None:
+            return None
+        return KeyChain.of(root, tokens, layout.block_tokens, extra)
+
+    # ---- callbacks -------------------------------------------------------------------------------------
+
+    def _due(self) -> Iterator[Callable[[], object]]:
+        """Callbacks for what happened since the last time, each to be run before the next is asked for.
+
+        One that raises is not marked as told, and so is due again.
+        """
+        core = self._core
+        attachment = core.attachment
+        now = attachment.generation if attachment is not None else 0
+        if core.told and core.told != now:
+            if self.on_detach is not None:
+                yield self.on_detach
+            core.told = 0
+        if now and core.told != now:
+            if self.on_attach is not None:
+                yield self.on_attach
+            core.told = now
+
+    # ---- for the drivers -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise BadRequest(
+                f"client: made in process {self._pid}, used in {os.getpid()}; make a new client after fork"
+            )
+
+    def _begin_load(self, hit: Hit, blocks: object) -> Loading:
+        """Submit the copies of a hit's load range."""
+        count = hit.plan.load_stop - hit.plan.load_start
+        target = as_blocks(self._core, blocks, count)
+        grant = self._core.leases.get(hit.lease)
+        if grant is None or grant.chain is None:
+            return Loading(-1, count, None, 0, hit.plan.load_start, "the lease is not held any more")
+        keys = grant.chain.keys[hit.plan.load_start : hit.plan.load_stop]
+        if not len(keys) == len(hit.slots) == count:
+            raise BadRequest(
+                f"hit: {len(hit.slots)} slots for a load of {count} of {len(grant.chain)} blocks"
+            )
+        start = hit.plan.load_start
+        return self._submit(Loading(-1, count, grant.attachment, hit.lease, start), hit.slots, keys, target)
+
+    def _begin_load_slots(self, slots: U32, keys: U8, blocks: object) -> Loading:
+        target = as_blocks(self._core, blocks, len(slots))
+        if len(as_keys(keys)) != len(slots):
+            raise BadRequest(f"keys: need {len(slots)}, one per slot, got {len(keys)}")
+        source = np.ascontiguousarray(slots, np.uint32)
+        attachment = self._core.attachment
+        top = attachment.pages - self._core.slot_pages if attachment is not None else 0
+        reason = "no daemon is attached" if attachment is None else ""
+        if attachment is not None and source.size and int(source.max()) > top:
+            reason = "a slot is outside the arena of this attach"
+        if reason:
+            return Loading(-1, len(source), None, 0, 0, reason)
+        return self._submit(Loading(-1, len(source), attachment, 0, 0), source, keys, target)
+
+    def _submit(self, loading: Loading, slots: U32, keys: U8, blocks: U32) -> Loading:
+        core, attachment = self._core, loading.attachment
+        core.counters.loads += 1
+        if not loading.count or attachment is None:
+            return loading
+        first, lease = loading.first, loading.lease
+        if core.full:
+            return Loading(-1, loading.count, None, lease, first, core.full)
+        try:
+            job = core.submit_load(attachment, blocks, slots, np.ascontiguousarray(keys))
+        except (Unavailable, LimitExceeded) as error:
+            return Loading(-1, loading.count, None, lease, first, str(error))
+        return Loading(job, loading.count, attachment, lease, first)
+
+
+def as_keys(keys: object) -> U8:
+    """Keys given by a caller. Raises BadRequest unless they are (n, 32) uint8."""
+    array = np.asarray(keys)
+    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != 32:
+        raise BadRequest(f"keys: need (n, 32) uint8, got {array.dtype} {array.shape}")
+    return array

@@ -1,0 +1,209 @@
+"""One connection for threads: several requests in flight, no thread of its own.
+
+Whoever waits for a reply and finds nobody reading becomes the reader and hands every reply to its waiter, so
+a lone caller pays no hop between threads. The upkeep thread watches for a hang-up only (POLLRDHUP) and so is
+not woken by replies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvstore.client.sockets import close_fds, hang_up, open_socket, receive
+from kvstore.client.wire import Wire
+from kvstore.clock import Clock
+from kvstore.errors import BadRequest, DeadlineExceeded, Unavailable
+from kvstore.rpc.messages import Progress, Reply, ReplyFrame, Request
+
+__all__ = ["ThreadLink"]
+
+
+class ThreadLink:
+    """See `effects.Link`. Every method may be called from any thread."""
+
+    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+        self.on_notice: Callable[[Progress], None] | None = None
+        self._sock = sock
+        self._clock = clock
+        self._wire = Wire()
+        self._changed = threading.Condition()  # guards everything below
+        self._sending = threading.Lock()
+        self._replies: dict[int, Reply] = {}
+        self._fds: list[int] = []
+        self._reading = False
+        self._users = 0
+        self._dead = ""
+        self._closed = False
+
+    @staticmethod
+    def connect(path: Path, clock: Clock) -> ThreadLink:
+        """Raises Unavailable when nobody listens at `path`."""
+        return ThreadLink(open_socket(path), clock)
+
+    @property
+    def dead(self) -> str:
+        return self._dead
+
+    def fileno(self) -> int:
+        """For the upkeep thread's poll; it is the one that closes."""
+        return self._sock.fileno()
+
+    def call(self, message: Request, deadline: float) -> Reply:
+        """Send a request and await its reply.
+
+        Raises:
+            Unavailable: the connection is, or just became, unusable.
+            DeadlineExceeded: no reply in time. What the daemon did is unknown, so the link is dead too.
+        """
+        with self._use():
+            if not self._sending.acquire(timeout=max(0.0, deadline - self._clock.now())):
+                raise self._late(message)
+            try:
+                with self._changed:
+                    ident, frame = self._wire.request(message)
+                self._send(frame, deadline, message)
+            finally:
+                self._sending.release()
+            return self._reply(ident, deadline, message)
+
+    def hear(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Read until notices have made `done` true; False at the deadline. Raises Unavailable."""
+        with self._use():
+            while not done():
+                if not self._turn(deadline, done):
+                    return False
+            return True
+
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            if not self._dead:
+                self._dead = reason
+                hang_up(self._sock)  # wakes every poll on it
+                self._changed.notify_all()
+
+    def take_fds(self) -> list[int]:
+        with self._changed:
+            fds, self._fds = self._fds, []
+            return fds
+
+    def close(self) -> None:
+        self.fail("closed")
+        with self._changed:
+            # A thread that still polls the descriptor must let go first: its number may be reused.
+            self._changed.wait_for(lambda: self._users == 0)
+            if not self._closed:
+                self._closed = True
+                close_fds(self._fds)
+                self._sock.close()
+
+    def abandon(self) -> None:
+        """In a forked child: drop this copy of the descriptor without ending the parent's connection."""
+        self._dead = self._dead or "belongs to another process"
+        self._sock.close()
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[None]:
+        with self._changed:
+            if self._dead:
+                raise Unavailable(self._dead)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    def _send(self, frame: bytes, deadline: float, message: Request) -> None:
+        rest = memoryview(frame)
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                if not self._ready(select.POLLOUT, deadline):
+                    raise self._late(message) from None
+            except OSError as error:
+                raise self._lost(f"connection lost: {error}") from None
+
+    def _reply(self, ident: int, deadline: float, message: Request) -> Reply:
+        while True:
+            with self._changed:
+                if ident in self._replies:
+                    return self._replies.pop(ident)
+            if not self._turn(deadline, lambda: ident in self._replies):
+                raise self._late(message)
+
+    def _turn(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Wait for news, as the reader or behind one; False at the deadline."""
+        with self._changed:
+            if self._dead:
+                raise Unavailable(self._dead)
+            if done():
+                return True
+            if self._reading:
+                remaining = deadline - self._clock.now()
+                if remaining <= 0:
+                    return False
+                self._changed.wait(remaining)
+                return True
+            self._reading = True
+        try:
+            return self._read(deadline)
+        finally:
+            with self._changed:
+                self._reading = False
+                self._changed.notify_all()
+
+    def _read(self, deadline: float) -> bool:
+        if not self._ready(select.POLLIN, deadline):
+            return False
+        arrived: list[int] = []
+        try:
+            data = receive(self._sock, arrived)
+            if not data:
+                raise self._lost("the daemon closed the connection")
+            with self._changed:
+                self._fds += arrived
+                arrived = []
+                if len(self._fds) > 2:
+                    raise BadRequest("file descriptors came twice")
+                self._deliver(self._wire.feed(data))
+        except BlockingIOError:
+            return True  # somebody's shutdown woke the poll; the next turn sees why
+        except BadRequest as error:
+            raise self._lost(f"malformed reply: {error}") from None
+        except OSError as error:
+            raise self._lost(f"connection lost: {error}") from None
+        finally:
+            close_fds(arrived)
+        return True
+
+    def _deliver(self, frames: list[ReplyFrame]) -> None:
+        for frame in frames:
+            if isinstance(frame.body, Progress):
+                if self.on_notice is not None:
+                    self.on_notice(frame.body)
+            else:
+                self._replies[frame.id] = frame.body
+
+    def _ready(self, events: int, deadline: float) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, events)
+        remaining_s = deadline - self._clock.now()
+        # Rounded up, so that the last poll before the deadline does not spin; a mere question does not wait.
+        remaining_ms = int(remaining_s * 1000) + 1 if remaining_s > 0 else 0
+        return bool(poll.poll(remaining_ms))
+
+    def _lost(self, reason: str) -> Unavailable:
+        self.fail(reason)
+        return Unavailable(self._dead)
+
+    def _late(self, message: Request) -> DeadlineExceeded:
+        reason = f"no answer to {type(message).__name__} in time"
+        self.fail(reason)
+        return DeadlineExceeded(reason)

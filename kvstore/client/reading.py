@@ -1,0 +1,249 @@
+"""Reading: lookup, load, fetch, report, release. Each operation once, as a generator (effects.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import _native
+from kvstore._native import Completion
+from kvstore.client.core import TIERS, Attachment, Core, Fetching, Grant, Loading, ask, u32_bytes
+from kvstore.client.effects import Hear, Job, Op
+from kvstore.client.values import STATUS_NAMES, FetchResult, LoadResult
+from kvstore.client.writing import demote
+from kvstore.errors import BadRequest, KVStoreError, LimitExceeded
+from kvstore.keys import KeyChain, probe_positions
+from kvstore.rpc.messages import Done, Extend, Fetch, Fetched, Found, Lookup, Release, Released, Report
+from kvstore.types import Busy, FetchPlan, Hit, LookupResult, Miss, Span, Tier
+
+__all__ = ["Arrived", "fetch", "load", "lookup", "release", "report"]
+
+U32 = NDArray[np.uint32]
+# Two trips decide every chain up to keys_max; a third can only follow when keys_max cut the second short.
+_TRIPS_MAX = 3
+# The daemon reads every block that is reported: it is asked in bites, so that others get their turn.
+_REPORT_MAX = 64
+
+
+def lookup(core: Core, chain: KeyChain, blocks: int | None) -> Op[LookupResult]:
+    """How much of the first `blocks` of `chain` is known? One trip, two if the answer leaves a gap."""
+    n = len(chain) if blocks is None else blocks
+    if not 0 <= n <= len(chain):
+        raise BadRequest(f"blocks: need 0 to {len(chain)}, got {n}")
+    core.counters.lookups += 1
+    attachment = core.attachment
+    if attachment is None:
+        return _miss(core, "detached", "no daemon is attached")
+    if n == 0:
+        return _miss(core, "unknown", "the chain has no full block")
+    deadline = core.call_deadline()
+    lease = 0
+    try:
+        trip = _Trip(0, n, n, probe_positions(n))
+        for _ in range(_TRIPS_MAX):
+            found = yield from _ask(core, attachment, chain, trip, deadline)
+            lease = found.lease
+            # What an earlier trip found unknown stays unknown: the gap only shrinks.
+            gap_stop = min(found.gap_stop, trip.gap_stop)
+            # Blocks beyond a hollow node (known > blocks) cannot lengthen the match.
+            if found.busy or gap_stop - found.known <= 1 or found.known > found.blocks:
+                break
+            trip = _Trip(lease, n, gap_stop, np.arange(found.known, gap_stop, dtype=np.uint32))
+        if found.busy:
+            core.counters.busy += 1
+            yield from _give_back(core, attachment, lease, deadline)
+            return Busy(found.busy)
+        if found.blocks and chain.digest(found.blocks) != found.digest:
+            core.counters.digest_mismatches += 1
+            yield from _give_back(core, attachment, lease, deadline)
+            return _miss(core, "digest", "the daemon walked another chain than ours")
+        if not found.blocks:
+            yield from _give_back(core, attachment, lease, deadline)
+            return _miss(core, "unknown", found.reason)
+        hit = _hit(core, attachment, chain, found)
+        core.counters.hits += 1
+        return hit
+    except LimitExceeded as error:
+        core.counters.busy += 1
+        yield from _give_back(core, attachment, lease, deadline)
+        return Busy(str(error))
+    except KVStoreError as error:
+        yield from _give_back(core, attachment, lease, deadline)
+        return _miss(core, "error", str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """One question: under which lease (0 = none yet), up to where, and which keys go along."""
+
+    lease: int
+    blocks: int
+    gap_stop: int
+    positions: U32
+
+
+def _ask(core: Core, attachment: Attachment, chain: KeyChain, trip: _Trip, deadline: float) -> Op[Found]:
+    """The spread probe of the first trip, or the keys of the gap that the one before left."""
+    n, positions = trip.blocks, trip.positions
+    if positions.size > attachment.keys_max:
+        # Keep the first and the last, thin out between them: still ascending, still a probe.
+        positions = positions[np.linspace(0, positions.size - 1, attachment.keys_max).astype(np.intp)]
+    message: Lookup | Extend
+    if trip.lease:
+        message = Extend(trip.lease, u32_bytes(positions), chain.keys[positions].tobytes())
+    else:
+        message = Lookup(chain.root, n, u32_bytes(positions), chain.keys[positions].tobytes())
+    found = yield from ask(core, attachment.link, message, Found, deadline)
+    load_start, load_stop = found.load
+    if not 0 <= found.blocks <= found.known <= found.gap_stop <= n:
+        raise core.broken(attachment.link, f"Found is not 0 <= blocks <= known <= gap_stop <= {n}")
+    if not 0 <= found.device <= found.blocks or not 0 <= load_start <= load_stop <= found.blocks:
+        raise core.broken(attachment.link, f"Found.device or Found.load is outside its {found.blocks} blocks")
+    if (found.blocks > 0) != (found.lease > 0):
+        raise core.broken(attachment.link, "Found has a lease without blocks, or blocks without a lease")
+    return found
+
+
+def _hit(core: Core, attachment: Attachment, chain: KeyChain, found: Found) -> Hit:
+    start, stop = found.load
+    slots = core.slots_of(attachment, found.runs, stop - start)
+    spans = []
+    for tier, span_start, span_stop in found.spans:
+        if tier not in TIERS or not 0 <= span_start <= span_stop <= found.blocks:
+            raise core.broken(attachment.link, f"span {tier!r:.20} [{span_start}, {span_stop})")
+        spans.append(Span(Tier(tier), span_start, span_stop))
+    lease = core.grant(Grant(found.lease, attachment, chain, start, found.blocks))
+    plan = FetchPlan(start, stop, tuple(spans), found.reason)
+    return Hit(lease, found.blocks, found.device, plan, slots)
+
+
+def _miss(core: Core, cause: str, reason: str) -> Miss:
+    misses = core.counters.misses
+    misses[cause] = misses.get(cause, 0) + 1
+    return Miss(reason)
+
+
+def _give_back(core: Core, attachment: Attachment, daemon_id: int, deadline: float) -> Op[None]:
+    """Release a lease that its caller will never see."""
+    if not daemon_id or attachment.link.dead:
+        return
+    try:
+        done = yield from ask(core, attachment.link, Release(daemon_id), Released, deadline)
+        yield from demote(core, attachment, done.demote)
+    except KVStoreError:
+        return  # the connection is over, and its leases with it; or the lease has ended already
+
+
+def release(core: Core, lease: int) -> Op[None]:
+    """End a lease; a no-op for one that is not held, whatever the daemon would make of its number."""
+    grant = core.end_lease(lease)
+    if grant is not None:
+        yield from _give_back(core, grant.attachment, grant.daemon_id, core.call_deadline())
+
+
+def report(core: Core, lease: int, bad: Iterable[int]) -> Op[bool]:
+    """Tell the daemon which blocks of a lease failed their check, each at most once."""
+    with core.lock:
+        grant = core.leases.get(lease)
+        told = core.reported.setdefault(lease, set()) if grant else set()
+        news = sorted(set(bad) - told)
+        told.update(news)
+    if grant is None or not news:
+        return False
+    link = grant.attachment.link
+    deadline = core.call_deadline()
+    try:
+        for start in range(0, len(news), _REPORT_MAX):
+            some = np.array(news[start : start + _REPORT_MAX], np.uint32)
+            yield from ask(core, link, Report(grant.daemon_id, u32_bytes(some)), Done, deadline)
+    except KVStoreError:
+        return False
+    return True
+
+
+def load(core: Core, loading: Loading) -> Op[LoadResult]:
+    """Await a load that was submitted; report its bad blocks, if it has a lease."""
+    if loading.job < 0:
+        status = np.full(loading.count, _native.DROPPED, np.uint8)
+        if loading.count:
+            _count_bad(core, {"dropped": loading.count})
+        return LoadResult(0, status, 0, 0.0, loading.reason)
+    with core.under_way():
+        done = cast(Completion, (yield Job(loading.job, core.copy_deadline(), patient=True)))
+    status = np.asarray(done.status, np.uint8)
+    wrong = np.flatnonzero(status != _native.OK)
+    good = int(wrong[0]) if wrong.size else int(status.size)
+    core.counters.blocks_loaded += good
+    reason = ""
+    if wrong.size:
+        values, counts = np.unique(status[wrong], return_counts=True)
+        names = {STATUS_NAMES.get(int(v), "unknown"): int(c) for v, c in zip(values, counts, strict=True)}
+        _count_bad(core, names)
+        reason = ", ".join(f"{count} {name}" for name, count in names.items())
+        rotten = np.flatnonzero((status == _native.STALE) | (status == _native.CORRUPT))
+        if rotten.size and loading.lease:
+            yield from report(core, loading.lease, (rotten + loading.first).tolist())
+    return LoadResult(good, status, int(done.bytes), float(done.seconds), reason)
+
+
+def _count_bad(core: Core, names: dict[str, int]) -> None:
+    for name, count in names.items():
+        core.counters.bad_blocks[name] = core.counters.bad_blocks.get(name, 0) + count
+
+
+class Arrived:
+    """Slots of a fetch as they become ready; the handle shows them before the fetch has ended."""
+
+    def __init__(self, start: int) -> None:
+        self.reached = start
+        self._parts: list[U32] = []
+
+    def add(self, reached: int, slots: U32) -> None:
+        """Blocks up to `reached` are in `slots` now."""
+        self._parts.append(slots)
+        self.reached = reached
+
+    def slots(self) -> U32:
+        """(reached - start,) slots so far."""
+        return np.concatenate(self._parts) if self._parts else np.empty(0, np.uint32)
+
+
+def fetch(core: Core, lease: int, start: int, stop: int, ready: Arrived) -> Op[FetchResult]:
+    """Bring blocks [start, stop) of a lease to where they can be copied; `ready` hears of every piece."""
+    with core.lock:
+        grant = core.leases.get(lease)
+        if grant is None:
+            return FetchResult(start, np.empty(0, np.uint32), "the lease is not held")
+        if grant.daemon_id in core.fetches:
+            return FetchResult(start, np.empty(0, np.uint32), "a fetch of this lease is under way")
+        fetching = core.fetches[grant.daemon_id] = Fetching(grant.attachment, [])
+    link = grant.attachment.link
+    deadline = core.setup.clock.now() + core.setup.limits.copy_s
+    reason = ""
+    try:
+        message = Fetch(grant.daemon_id, start, stop)
+        first = yield from ask(core, link, message, Fetched, core.call_deadline())
+        _take(core, grant.attachment, ready, first.ready, stop, first.runs)
+        while ready.reached < stop:
+            if not fetching.news and not (yield Hear(link, lambda: bool(fetching.news), deadline)):
+                reason = "the fetch did not end in time"
+                break
+            news = fetching.news.pop(0)
+            _take(core, grant.attachment, ready, news.ready, stop, news.runs)
+    except KVStoreError as error:
+        reason = str(error)
+    finally:
+        with core.lock:
+            if core.fetches.get(grant.daemon_id) is fetching:
+                del core.fetches[grant.daemon_id]
+    return FetchResult(ready.reached, ready.slots(), reason)
+
+
+def _take(core: Core, attachment: Attachment, ready: Arrived, reached: int, stop: int, runs: bytes) -> None:
+    if not ready.reached <= reached <= stop:
+        raise core.broken(attachment.link, f"fetch went from {ready.reached} to {reached} of {stop}")
+    ready.add(reached, core.slots_of(attachment, runs, reached - ready.reached))

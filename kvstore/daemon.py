@@ -1,0 +1,119 @@
+"""The daemon: the only place where parts are wired together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+
+import structlog
+
+from kvstore import __version__
+from kvstore.clock import Clock, MonotonicClock
+from kvstore.config import Config, Salts
+from kvstore.rpc.server import SessionServer
+from kvstore.store import Store
+
+__all__ = ["Daemon", "configure_logs", "serve"]
+
+log = structlog.get_logger()
+
+
+class Daemon:
+    """A store with its edges, on one event loop.
+
+    Args:
+        config: checked configuration.
+        clock: for leases and deadlines.
+    """
+
+    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+        self.config = config
+        self.store = Store(config, Salts.load(config), clock or MonotonicClock())
+        self._server: SessionServer | None = None
+
+    def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Make the arenas (slow: every page is touched); `progress(group, bytes ready, bytes in all)`."""
+        _raise_file_limit()
+        self.store.open(progress)
+
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Open the socket: from now on engines may attach."""
+        self._server = SessionServer(self.store, loop)
+        self._server.open()
+
+    def close(self) -> None:
+        """Close every session, remove the socket, drop the arenas."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self.store.close()
+
+
+def configure_logs(level: str) -> None:
+    """Structured logs to stderr: one JSON object a line, or coloured text on a terminal."""
+    renderer: structlog.types.Processor = (
+        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+async def serve(
+    config: Config,
+    progress: Callable[[str, int, int], None] | None = None,
+    ready: Callable[[], None] | None = None,
+) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Args:
+        progress: see `Daemon.open`.
+        ready: called once engines may attach.
+
+    Raises:
+        KVStoreError: the daemon cannot start; the message names the key and the fix.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    daemon = Daemon(config)
+    try:
+        daemon.open(progress)
+        daemon.listen(loop)
+        log.info(
+            "kvstore serves",
+            version=__version__,
+            socket=config.daemon.socket,
+            pid=os.getpid(),
+            groups=config.groups(),
+            capacity_bytes=config.host.capacity_bytes,
+        )
+        if not config.daemon.secrets_file:
+            log.warning("no daemon.secrets_file: salts are random and end with this process")
+        if ready is not None:
+            ready()
+        await stop.wait()
+        log.info("kvstore stops")
+    finally:
+        daemon.close()
+
+
+def _raise_file_limit() -> None:
+    """Two descriptors a session: take what the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

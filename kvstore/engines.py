@@ -1,0 +1,69 @@
+"""Engines and their processes: who joined, who left, who may still write.
+
+attach    a session joins its engine
+detach    its connection closed: pins end at once, slots it may write stay quarantined (LAWS A1)
+writer_gone   its process ended, or said `quiesced`: the engine's last writer frees the slots
+"""
+
+from __future__ import annotations
+
+from kvstore.errors import BadRequest
+from kvstore.group import Caller, Engine, Group
+from kvstore.leases import LeaseState
+from kvstore.tiers.gpu import BorrowedPool, OwnedPool
+from kvstore.tiers.noop import NoTier
+from kvstore.types import Tier
+
+__all__ = ["attach", "detach", "set_pool", "writer_gone"]
+
+
+def attach(caller: Caller) -> None:
+    """A session joined its engine."""
+    group, engine = caller.group, caller.engine
+    group.engines[engine.id] = engine
+    group.callers[caller.session] = caller
+    engine.sessions.add(caller.session)
+
+
+def set_pool(caller: Caller, pool: OwnedPool | BorrowedPool) -> None:
+    """Declare the engine's device pool.
+
+    Raises:
+        BadRequest: it has one.
+    """
+    engine = caller.engine
+    if not isinstance(engine.device, NoTier):
+        raise BadRequest("pool: this engine has declared its pool already")
+    engine.device, engine.pool_session = pool, caller.session
+
+
+def detach(caller: Caller) -> None:
+    """A connection closed."""
+    group, engine = caller.group, caller.engine
+    for lease in group.leases.of(caller.session):
+        group.end_lease(lease, LeaseState.REVOKED)
+    engine.sessions.discard(caller.session)
+    if engine.pool_session == caller.session:
+        engine.device.close()
+        group.record_changes(engine)
+        engine.device, engine.pool_session = NoTier(Tier.GPU), 0
+    del group.callers[caller.session]
+    if not group.fillings.count(engine.id):
+        engine.writers.clear()  # no slot depends on anyone
+    _forget(group, engine)
+
+
+def writer_gone(group: Group, engine: Engine, session: int) -> int:
+    """A process cannot write any more; how many fillings were freed because it was the last."""
+    engine.writers.discard(session)
+    aborted = 0
+    if not engine.writers:
+        aborted = group.abort_fillings(engine)
+        group.record_changes(engine)
+    _forget(group, engine)
+    return aborted
+
+
+def _forget(group: Group, engine: Engine) -> None:
+    if not engine.sessions and not engine.writers:
+        group.engines.pop(engine.id, None)

@@ -1,0 +1,131 @@
+"""The KV event log: what became readable, what left, in order, bounded.
+
+A subscriber reads a snapshot (epoch, sequence, keys by tier), then events from that sequence on. A gap (it
+fell behind `events.log_max`) or another epoch means: take a snapshot again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.types import Tier
+
+__all__ = ["EventKind", "EventLog", "KVEvent", "Replay", "Snapshot"]
+
+
+class EventKind(enum.StrEnum):
+    """What happened to the keys of an event."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"
+
+
+@dataclass(frozen=True, slots=True)
+class KVEvent:
+    """One change of one tier.
+
+    Attributes:
+        sequence: 1, 2, 3, … within an epoch.
+        kind: stored, removed, or cleared (then keys is empty).
+        tier: where.
+        engine: 16-byte engine id for GPU events, b"" otherwise.
+        parent: key before keys[0] for STORED, b"" when it is not known.
+        keys: (n, 32) uint8.
+    """
+
+    sequence: int
+    kind: EventKind
+    tier: Tier
+    engine: bytes
+    parent: bytes
+    keys: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything readable at one moment.
+
+    Attributes:
+        epoch: 16 bytes of the daemon's boot.
+        sequence: the last event that this snapshot includes.
+        host: (n, 32) keys with bytes on HOST.
+        devices: engine id → (n, 32) keys.
+    """
+
+    epoch: bytes
+    sequence: int
+    host: NDArray[np.uint8]
+    devices: dict[bytes, NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Events after a sequence, or `gap` when some of them are gone (take a snapshot)."""
+
+    events: tuple[KVEvent, ...]
+    gap: bool
+
+
+class EventLog:
+    """A bounded ring of events with one wake-up callback per subscriber."""
+
+    def __init__(self, epoch: bytes, log_max: int) -> None:
+        self.epoch = epoch
+        self._ring: deque[KVEvent] = deque(maxlen=log_max)
+        self._sequence = 0
+        self._listeners: dict[int, Callable[[], None]] = {}
+        self._next_listener = 0
+
+    @property
+    def sequence(self) -> int:
+        """Number of the newest event, 0 before the first."""
+        return self._sequence
+
+    def append(
+        self,
+        kind: EventKind,
+        tier: Tier,
+        keys: NDArray[np.uint8],
+        *,
+        engine: bytes = b"",
+        parent: bytes = b"",
+    ) -> None:
+        """Record one event; nothing happens when `keys` is empty and the kind is not CLEARED."""
+        if not len(keys) and kind is not EventKind.CLEARED:
+            return
+        self._sequence += 1
+        self._ring.append(KVEvent(self._sequence, kind, tier, engine, parent, keys))
+        for wake in tuple(self._listeners.values()):
+            wake()
+
+    def since(self, epoch: bytes, sequence: int, most: int = 1024) -> Replay:
+        """Events after `sequence`.
+
+        Args:
+            epoch: epoch that the subscriber knows; another one is a gap.
+            sequence: last event that it has seen.
+            most: at most that many events.
+        """
+        oldest = self._ring[0].sequence if self._ring else self._sequence + 1
+        if epoch != self.epoch or sequence > self._sequence or sequence + 1 < oldest:
+            return Replay((), gap=True)
+        first = sequence + 1 - oldest
+        stop = min(len(self._ring), first + most)
+        return Replay(tuple(self._ring[i] for i in range(first, stop)), gap=False)
+
+    def listen(self, wake: Callable[[], None]) -> int:
+        """Call `wake` after every event; returns a number for unlisten()."""
+        self._next_listener += 1
+        self._listeners[self._next_listener] = wake
+        return self._next_listener
+
+    def unlisten(self, listener: int) -> None:
+        """Forget a subscriber."""
+        self._listeners.pop(listener, None)

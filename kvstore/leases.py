@@ -1,0 +1,162 @@
+"""Leases: who may rely on which blocks, and until when.
+
+    GRANTED → FETCHING → DONE | RELEASED | ABANDONED | REVOKED
+
+A lease has no timer of its own: it lives while its session's heartbeat does (LAWS B8). It pins one node,
+the deepest of its match, which keeps the whole prefix because leaves leave first. Ids are opaque and never
+reused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore._native import NONE, Index
+from kvstore.errors import LimitExceeded, NotFound
+
+__all__ = ["Lease", "LeaseState", "Leases"]
+
+
+class LeaseState(enum.Enum):
+    """Where a lease is in its life."""
+
+    GRANTED = "granted"
+    FETCHING = "fetching"
+    DONE = "done"
+    RELEASED = "released"
+    ABANDONED = "abandoned"
+    REVOKED = "revoked"
+
+
+# Every allowed move; anything else is a bug (tests try all pairs).
+_MOVES = frozenset(
+    {
+        (LeaseState.GRANTED, LeaseState.FETCHING),
+        (LeaseState.GRANTED, LeaseState.RELEASED),
+        (LeaseState.GRANTED, LeaseState.REVOKED),
+        (LeaseState.FETCHING, LeaseState.DONE),
+        (LeaseState.FETCHING, LeaseState.ABANDONED),
+        (LeaseState.FETCHING, LeaseState.REVOKED),
+        (LeaseState.FETCHING, LeaseState.RELEASED),
+        (LeaseState.DONE, LeaseState.RELEASED),
+        (LeaseState.DONE, LeaseState.FETCHING),
+        (LeaseState.DONE, LeaseState.REVOKED),
+        (LeaseState.ABANDONED, LeaseState.RELEASED),
+        (LeaseState.ABANDONED, LeaseState.REVOKED),
+    }
+)
+
+
+@dataclass(slots=True)
+class Lease:
+    """One granted prefix, and the block table that grew from it.
+
+    Attributes:
+        id: opaque.
+        session: number of the session that owns it.
+        root: key of the chain's root, b"" for a table without reuse.
+        blocks_max: length of the chain that was asked about.
+        nodes: (length,) index nodes of the match, in chain order.
+        pinned: node that this lease pins, or NONE.
+        table: device blocks of the request, in order (owned pools).
+        device, host: leading blocks of the match on the device and on HOST, for accounting at its end.
+        state: life cycle.
+    """
+
+    id: int
+    session: int
+    root: bytes
+    blocks_max: int
+    nodes: NDArray[np.uint32]
+    pinned: int = NONE
+    table: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    device: int = 0
+    host: int = 0
+    state: LeaseState = LeaseState.GRANTED
+
+    def move(self, to: LeaseState) -> None:
+        """Change state.
+
+        Raises:
+            RuntimeError: the life cycle does not allow it (a bug of ours).
+        """
+        if (self.state, to) not in _MOVES:
+            raise RuntimeError(f"lease {self.id}: {self.state.value} → {to.value} is not a move")
+        self.state = to
+
+
+class Leases:
+    """All leases of one trust group. Every pin of an index that is not a filling's is counted here."""
+
+    def __init__(self, index: Index, per_session_max: int) -> None:
+        self._index = index
+        self._per_session_max = per_session_max
+        self._by_id: dict[int, Lease] = {}
+        self._by_session: dict[int, dict[int, Lease]] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._by_id.values())
+
+    def pins(self) -> int:
+        """Pins held in the index by leases."""
+        return sum(lease.pinned != NONE for lease in self._by_id.values())
+
+    def grant(self, session: int, root: bytes, blocks_max: int, nodes: NDArray[np.uint32]) -> Lease:
+        """Make a lease on `nodes` and pin the deepest.
+
+        Raises:
+            LimitExceeded: the session holds `daemon.leases_max` leases.
+        """
+        mine = self._by_session.setdefault(session, {})
+        if len(mine) >= self._per_session_max:
+            raise LimitExceeded(f"leases_max = {self._per_session_max} leases are held; release some")
+        self._last_id += 1
+        lease = Lease(self._last_id, session, root, blocks_max, nodes)
+        self._by_id[lease.id] = mine[lease.id] = lease
+        if len(nodes):
+            self.repin(lease, int(nodes[-1]))
+        return lease
+
+    def repin(self, lease: Lease, node: int) -> None:
+        """Move a lease's pin to `node` (new pin first, so that nothing in between can leave)."""
+        if node != NONE:
+            self._index.pin(node)
+        if lease.pinned != NONE:
+            self._index.unpin(lease.pinned)
+        lease.pinned = node
+
+    def get(self, session: int, lease_id: int) -> Lease:
+        """The lease, if it is this session's.
+
+        Raises:
+            NotFound: unknown, ended, revoked, or another session's.
+        """
+        lease = self._by_session.get(session, {}).get(lease_id)
+        if lease is None:
+            raise NotFound(
+                f"lease {lease_id}: not held by this session (released, revoked, or never granted)"
+            )
+        return lease
+
+    def end(self, lease: Lease, state: LeaseState = LeaseState.RELEASED) -> None:
+        """Unpin and forget."""
+        lease.move(state)
+        self.repin(lease, NONE)
+        del self._by_id[lease.id]
+        mine = self._by_session[lease.session]
+        del mine[lease.id]
+        if not mine:
+            del self._by_session[lease.session]
+
+    def of(self, session: int) -> list[Lease]:
+        """The leases of one session."""
+        return list(self._by_session.get(session, {}).values())

@@ -1,0 +1,1 @@
+"""Decisions as pure functions: no loop, no wire, no native code."""

@@ -1,0 +1,1 @@
+"""Edges: how engines and tools reach the store."""

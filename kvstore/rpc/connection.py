@@ -1,0 +1,142 @@
+"""One Unix-socket connection on the event loop: frames in, frames and fds out, all of it bounded.
+
+No streams and no tasks: the loop calls `_readable`, whole frames go to one callback, answers are written at
+once. A round trip is one wake-up of each side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from kvstore.rpc.messages import FRAME_BYTES_MAX
+
+__all__ = ["Connection"]
+
+_HEADER = 4
+_RECV_BYTES = 256 << 10
+# Frames answered before other connections get their turn.
+_FRAMES_PER_TURN = 16
+# Replies a client has not read; beyond this it is not reading at all.
+_UNSENT_BYTES_MAX = 8 << 20
+
+
+class Connection:
+    """A framed connection.
+
+    Args:
+        sock: connected socket; made non-blocking, owned from now on.
+        on_frame: called with the payload of each frame; valid during the call only.
+        on_closed: called exactly once, with the reason, after the socket is closed.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        on_frame: Callable[[memoryview], None],
+        on_closed: Callable[[str], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._loop = loop
+        self._sock = sock
+        self._on_frame = on_frame
+        self._on_closed = on_closed
+        self._in = bytearray()
+        self._out = bytearray()
+        self._turn_pending = False
+        self._last_words = False
+        self.closed = False
+        loop.add_reader(sock.fileno(), self._readable)
+
+    def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
+        """Send one frame, with file descriptors if any (then nothing may be waiting to be sent)."""
+        if self.closed:
+            return
+        frame = len(payload).to_bytes(_HEADER, "little") + payload
+        try:
+            if fds:
+                sent = socket.send_fds(self._sock, [frame], list(fds))
+            else:
+                sent = 0 if self._out else self._sock.send(frame)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self.close(f"send failed: {error}")
+            return
+        if sent < len(frame):
+            if not self._out:
+                self._loop.add_writer(self._sock.fileno(), self._writable)
+            self._out += frame[sent:]
+            if len(self._out) > _UNSENT_BYTES_MAX:
+                self.close(f"client does not read: {len(self._out)} bytes wait")
+
+    def close(self, reason: str, *, after_sending: bool = False) -> None:
+        """Close now, or as soon as what waits has been sent."""
+        if self.closed:
+            return
+        if after_sending and self._out:
+            self._last_words = True
+            self._loop.remove_reader(self._sock.fileno())
+            return
+        self.closed = True
+        fd = self._sock.fileno()
+        self._loop.remove_reader(fd)
+        self._loop.remove_writer(fd)
+        self._sock.close()
+        self._on_closed(reason)
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(_RECV_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(f"receive failed: {error}")
+            return
+        if not data:
+            self.close("closed by the client")
+            return
+        self._in += data
+        self._take_frames()
+
+    def _take_frames(self) -> None:
+        start, frames = 0, 0
+        with memoryview(self._in) as view:
+            while not self.closed and not self._last_words and frames < _FRAMES_PER_TURN:
+                if len(view) - start < _HEADER:
+                    break
+                length = int.from_bytes(view[start : start + _HEADER], "little")
+                if length > FRAME_BYTES_MAX:
+                    self.close(f"frame of {length} bytes is over frame_bytes_max = {FRAME_BYTES_MAX}")
+                    break
+                if len(view) - start - _HEADER < length:
+                    break
+                start += _HEADER + length
+                frames += 1
+                with view[start - length : start] as payload:
+                    self._on_frame(payload)
+        del self._in[:start]
+        if frames == _FRAMES_PER_TURN and not self.closed and not self._turn_pending:
+            self._turn_pending = True
+            self._loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._turn_pending = False
+        if not self.closed:
+            self._take_frames()
+
+    def _writable(self) -> None:
+        try:
+            sent = self._sock.send(self._out)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(f"send failed: {error}")
+            return
+        del self._out[:sent]
+        if not self._out:
+            self._loop.remove_writer(self._sock.fileno())
+            if self._last_words:
+                self.close("refused")

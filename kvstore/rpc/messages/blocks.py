@@ -1,0 +1,182 @@
+"""Messages about blocks: reading (lookup, fetch, release) and writing (reserve, publish, abort)."""
+
+from __future__ import annotations
+
+from kvstore.rpc.messages.base import Message
+
+__all__ = [
+    "Abort",
+    "Demote",
+    "Extend",
+    "Fetch",
+    "Fetched",
+    "Found",
+    "Lookup",
+    "Progress",
+    "Publish",
+    "Published",
+    "Release",
+    "Released",
+    "Report",
+    "Reserve",
+    "Reserved",
+]
+
+
+class Lookup(Message, tag="lookup"):
+    """How much of this chain is known? Reply: Found.
+
+    Attributes:
+        root: 32 bytes.
+        blocks: length n of the chain that may be reused.
+        positions: u32 ascending positions in [0, n) of the keys sent.
+        keys: 32 bytes each.
+    """
+
+    root: bytes
+    blocks: int
+    positions: bytes
+    keys: bytes
+
+
+class Extend(Message, tag="extend"):
+    """Second trip: the keys of the gap that Found named. Reply: Found, for the whole lease."""
+
+    lease: int
+    positions: bytes
+    keys: bytes
+
+
+class Found(Message, tag="found"):
+    """The answer to a lookup.
+
+    Attributes:
+        lease: id, 0 when nothing matched (then there is nothing to release).
+        blocks: length of the match.
+        device: leading blocks of the match that the engine's own pool holds.
+        known: blocks of the chain in the index (>= blocks; deeper ones are hollow).
+        gap_stop: [known, gap_stop) was not asked about; send those keys with Extend if it is wider than 1.
+        digest: `keys_digest` of the matched keys; the client compares it with its own.
+        load: [start, stop) that the plan wants loaded.
+        runs: u32 pairs [slot, count] for `load`, in chain order.
+        spans: [tier, start, stop] each.
+        reason: why the plan is what it is, one sentence.
+        busy: nothing can be granted now, for this reason.
+    """
+
+    lease: int
+    blocks: int
+    device: int
+    known: int
+    gap_stop: int
+    digest: int
+    load: tuple[int, int]
+    runs: bytes
+    spans: list[tuple[str, int, int]]
+    reason: str
+    busy: str = ""
+
+
+class Fetch(Message, tag="fetch"):
+    """Bring blocks [start, stop) of a lease to where the engine can copy them. Reply: Fetched."""
+
+    lease: int
+    start: int
+    stop: int
+
+
+class Fetched(Message, tag="fetched"):
+    """[start, ready) can be copied now, from these runs; the rest follows as Progress notices."""
+
+    ready: int
+    runs: bytes
+
+
+class Progress(Message, tag="progress"):
+    """Notice (id 0): more blocks of a fetch can be copied. `ready` == `stop` ends the fetch."""
+
+    lease: int
+    ready: int
+    stop: int
+    runs: bytes
+
+
+class Report(Message, tag="report"):
+    """Blocks of a lease that failed their check, u32 positions. The daemon verifies before it drops them."""
+
+    lease: int
+    bad: bytes
+
+
+class Release(Message, tag="release"):
+    """End of a lease. Reply: Released."""
+
+    lease: int
+
+
+class Demote(Message, tag="demote"):
+    """An order: copy device `blocks` to `slots` (u32 each), then Publish(token), before anything else."""
+
+    token: int
+    blocks: bytes
+    slots: bytes
+
+
+class Released(Message, tag="released"):
+    """Done; idle blocks beyond `idle_max` may have to be demoted."""
+
+    demote: list[Demote]
+
+
+class Reserve(Message, tag="reserve"):
+    """Slots for blocks that continue `parent` (a key, or the root itself). Reply: Reserved."""
+
+    root: bytes
+    parent: bytes
+    keys: bytes
+
+
+class Reserved(Message, tag="reserved"):
+    """Where to write.
+
+    Attributes:
+        token: names this filling; 0 = nothing to write.
+        slots: u32 per key of the first m keys, 0xFFFFFFFF = not yours to write.
+        filled, elsewhere, dropped: what became of the others; dropped = those beyond m.
+        reason: why blocks were dropped.
+        busy: nothing was reserved, for this reason.
+    """
+
+    token: int
+    slots: bytes
+    filled: int
+    elsewhere: int
+    dropped: int
+    reason: str = ""
+    busy: str = ""
+
+
+class Publish(Message, tag="publish"):
+    """This rank's part of the first `blocks` slots that are ours to write is written. Reply: Published.
+
+    Counted over the slots of the filling that are not 0xFFFFFFFF, in order; the others are aborted. A filling
+    becomes readable when every rank's part is covered.
+    """
+
+    token: int
+    blocks: int
+    checked: bool
+
+
+class Published(Message, tag="published"):
+    """`ready` blocks are readable now; `dropped` were not kept; pending = waiting for other ranks."""
+
+    ready: int
+    dropped: int
+    pending: bool
+
+
+class Abort(Message, tag="abort"):
+    """Give a filling up; this process will not write to it any more. Reply: Done."""
+
+    token: int

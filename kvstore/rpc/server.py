@@ -1,0 +1,217 @@
+"""The Unix socket: accepts, watches processes, closes who stays silent.
+
+A process is watched by its pidfd (SO_PEERPIDFD): when it becomes readable the process is gone and can write
+to no slot. A closed socket alone proves nothing (LAWS A1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from kvstore import engines
+from kvstore.errors import ConfigError
+from kvstore.group import Caller
+from kvstore.rpc.connection import Connection
+from kvstore.rpc.session import Session
+from kvstore.store import Store
+
+__all__ = ["Peer", "SessionServer"]
+
+log = structlog.get_logger()
+
+_SO_PEERPIDFD = 77  # Linux 6.5; not yet a constant of the socket module
+_BACKLOG = 1024
+# After EMFILE: how long to leave the backlog alone before trying again.
+_ACCEPT_PAUSE_S = 0.1
+
+
+class Peer:
+    """The process at the other end of a session, watched until nothing depends on it.
+
+    Args:
+        done: called once, when the watch ends.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, session: int, done: Callable[[Peer], None]
+    ) -> None:
+        self._loop = loop
+        self._session = session
+        self._done = done
+        self._caller: Caller | None = None
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid, self.uid, _ = struct.unpack("3i", raw)
+        self.connection: Connection | None = None
+        self._pidfd = _peer_pidfd(sock)
+        if self._pidfd >= 0:
+            loop.add_reader(self._pidfd, self._on_gone)
+
+    def attached(self, caller: Caller) -> None:
+        """From now on this process may be handed slots."""
+        self._caller = caller
+
+    def connection_closed(self) -> None:
+        """Keep watching only while the process may still write to a slot."""
+        self.connection = None
+        writes = self._caller is not None and self._session in self._caller.engine.writers
+        if not writes:
+            self.close()
+        elif self._pidfd < 0:
+            log.warning("no pidfd: slots of a closed session stay quarantined", session=self._session)
+
+    def _on_gone(self) -> None:
+        # A child may hold the socket open; the process that mapped the arena is gone all the same.
+        if self.connection is not None:
+            self.connection.close("process ended")
+        caller, self._caller = self._caller, None
+        self.close()
+        if caller is not None:
+            freed = engines.writer_gone(caller.group, caller.engine, self._session)
+            if freed:
+                log.info("fillings of an ended process freed", session=self._session, fillings=freed)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self._done(self)
+
+
+def _peer_pidfd(sock: socket.socket) -> int:
+    try:
+        fd = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0]
+    except OSError:
+        return -1  # an older kernel, or a process that is gone already
+    os.set_inheritable(fd, False)
+    return int(fd)
+
+
+class SessionServer:
+    """Listens on `daemon.socket` and owns every session."""
+
+    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
+        self._store = store
+        self._loop = loop
+        self._config = store.config.daemon
+        self._path = Path(self._config.socket)
+        self._listener: socket.socket | None = None
+        self._sessions: dict[int, Session] = {}
+        self._peers: set[Peer] = set()
+        self._last_number = 0
+        self._inode = 0
+
+    def open(self) -> None:
+        """Bind and listen.
+
+        Raises:
+            ConfigError: the path is in use by a living daemon, or cannot be bound.
+        """
+        _remove_dead_socket(self._path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        previous = os.umask(0o777 & ~self._config.socket_mode)
+        try:
+            listener.bind(str(self._path))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"daemon.socket: cannot bind {self._path}: {error.strerror}") from None
+        finally:
+            os.umask(previous)
+        self._inode = self._path.stat().st_ino
+        listener.listen(_BACKLOG)
+        self._listener = listener
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                raise
+            log.error("cannot accept", reason=error.strerror, sessions=len(self._sessions))
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
+            return
+        if len(self._sessions) >= self._config.sessions_max:
+            log.warning("sessions_max reached", sessions_max=self._config.sessions_max)
+            sock.close()
+            return
+        self._welcome(sock)
+
+    def _resume_accepting(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        self._last_number += 1
+        number = self._last_number
+        peer = Peer(self._loop, sock, number, self._peers.discard)
+        session = Session(self._store, number, peer)
+        timer = self._loop.call_later(self._config.attach_timeout_s, self._too_silent, number)
+
+        def closed(reason: str) -> None:
+            timer.cancel()
+            session.on_closed(reason)
+            peer.connection_closed()
+            del self._sessions[number]
+
+        connection = Connection(self._loop, sock, session.on_frame, closed)
+        session.connection = peer.connection = connection
+        self._sessions[number] = session
+        self._peers.add(peer)
+
+    def _too_silent(self, number: int) -> None:
+        session = self._sessions[number]
+        if session.caller is None and not session.tool and session.connection is not None:
+            session.connection.close(f"did not attach within {self._config.attach_timeout_s} s")
+
+    def close(self) -> None:
+        """Stop listening, close every session, remove the socket."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+            # Another daemon may have taken the path over; only our own inode goes.
+            if self._path.exists() and self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+        for session in list(self._sessions.values()):
+            if session.connection is not None:
+                session.connection.close("daemon stops")
+        for peer in list(self._peers):
+            peer.close()
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Remove a socket that nobody listens on; refuse anything else at that path."""
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise ConfigError(
+            f"daemon.socket: {path} exists and is not a socket; remove it or choose another path"
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise ConfigError(f"daemon.socket: cannot tell who owns {path}: {error.strerror}") from None
+    raise ConfigError(f"daemon.socket: another daemon listens on {path}; stop it or choose another path")

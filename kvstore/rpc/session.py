@@ -1,0 +1,335 @@
+"""The session protocol, daemon side: one object per connection, one method per message.
+
+A method runs to its end inside one wake-up of the event loop; none waits. A KVStoreError becomes a `Failed`
+reply and the connection lives on; bytes that are not the protocol end it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from kvstore import _native, block_tables, engines
+from kvstore.errors import STATUS, BadRequest, KVStoreError, LayoutRefused, Refused
+from kvstore.group import Caller
+from kvstore.rpc import messages as m
+from kvstore.rpc.attach import Proof, caller_of, check_hello
+from kvstore.rpc.connection import Connection
+from kvstore.status import status
+from kvstore.store import Match, Store
+from kvstore.tiers.gpu import BorrowedPool, OwnedPool
+
+if TYPE_CHECKING:
+    from kvstore.rpc.server import Peer
+
+__all__ = ["Session"]
+
+log = structlog.get_logger()
+
+_decode = msgspec.msgpack.Decoder(m.RequestFrame).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Session:
+    """One attached (or attaching) client.
+
+    Args:
+        number: for logs and ownership.
+        connection: where replies go; set by the server right after construction.
+    """
+
+    def __init__(self, store: Store, number: int, peer: Peer) -> None:
+        self.store = store
+        self.number = number
+        self.peer = peer
+        self.caller: Caller | None = None
+        self.tool = False
+        self.proven = False
+        self._proof: Proof | None = None
+        self.connection: Connection | None = None
+
+    # ---- frames ------------------------------------------------------------------------------------------
+
+    def on_frame(self, payload: memoryview) -> None:
+        """Answer one frame."""
+        try:
+            frame = _decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._refuse(0, BadRequest(f"frame: {error}"))
+            return
+        fds: tuple[int, ...] = ()
+        try:
+            if isinstance(frame.body, m.Attach):
+                body, fds = self._attach(frame.body)
+            else:
+                body = self._answer(frame.body)
+        except LayoutRefused as error:
+            self._end_proof()
+            body = _failed(error)
+        except KVStoreError as error:
+            if self.caller is None and not self.tool:
+                self._refuse(frame.id, error)
+                return
+            body = _failed(error)
+        self._reply(frame.id, body, fds)
+
+    def _answer(self, body: Any) -> m.Reply:
+        if self.caller is not None:
+            self.caller.heard_s = self.store.clock.now()
+        kind = type(body)
+        if kind in _FOR_ALL and (self.caller is not None or self.tool):
+            return _FOR_ALL[kind](self, body)
+        if self.caller is None:
+            raise Refused(
+                "attach: must come first" if not self.tool else "role: a tool may only ask for status"
+            )
+        if kind in _PROVING:
+            return _PROVING[kind](self, self.caller, body)
+        if not self.proven:
+            raise Refused("proof: send Prove and pass the layout proof first")
+        return _ATTACHED[kind](self, self.caller, body)
+
+    def _reply(self, request: int, body: m.Reply, fds: tuple[int, ...] = ()) -> None:
+        if self.connection is not None:
+            self.connection.send(_encode(m.ReplyFrame(request, body)), fds)
+
+    def _refuse(self, request: int, error: KVStoreError) -> None:
+        """Say why, then hang up."""
+        log.warning("session refused", session=self.number, pid=self.peer.pid, reason=str(error))
+        self._reply(request, _failed(error))
+        if self.connection is not None:
+            self.connection.close(str(error), after_sending=True)
+
+    def on_closed(self, reason: str) -> None:
+        """The connection is gone: pins end, fillings wait for the process (LAWS A1)."""
+        self.connection = None
+        self._end_proof()
+        if self.caller is not None:
+            caller, self.caller = self.caller, None
+            engines.detach(caller)
+            log.info("session closed", session=self.number, engine=caller.engine.id.hex(), reason=reason)
+
+    # ---- attach ------------------------------------------------------------------------------------------
+
+    def _attach(self, ask: m.Attach) -> tuple[m.Attached, tuple[int, ...]]:
+        if self.caller is not None or self.tool:
+            raise BadRequest("attach: this session is attached")
+        check_hello(ask)
+        daemon = self.store.config.daemon
+        if ask.role == "tool":
+            self.tool = True
+            return m.Attached(
+                self.store.epoch, self.number, b"", {}, 0, _native.KEYS_MAX, daemon.heartbeat_s
+            ), ()
+        caller, roots = caller_of(self.store, ask, self.number)
+        engines.attach(caller)
+        self.caller = caller
+        # A scheduler copies nothing: there is no layout of its own to prove.
+        self.proven = ask.role == "scheduler"
+        self.peer.attached(caller)
+        arena = caller.group.arena
+        log.info("session attached", session=self.number, engine=caller.engine.id.hex(), role=ask.role)
+        reply = m.Attached(
+            self.store.epoch,
+            self.number,
+            caller.engine.id,
+            roots,
+            arena.capacity_bytes,
+            _native.KEYS_MAX,
+            daemon.heartbeat_s,
+        )
+        return reply, (arena.data_fd, arena.control_fd)
+
+    def _prove(self, caller: Caller, _: m.Prove) -> m.ProveSlot:
+        if self._proof is not None or self.proven:
+            raise BadRequest("prove: the proof has begun or is done")
+        proof = self._proof = Proof.begin(self.store, caller)
+        return m.ProveSlot(proof.slot, proof.key, proof.seed)
+
+    def _proved_store(self, caller: Caller, _: m.ProvedStore) -> m.ProveLoad:
+        if self._proof is None or self._proof.published:
+            raise BadRequest("proved_store: no proof waits for a store")
+        return m.ProveLoad(self._proof.check_store())
+
+    def _proved(self, caller: Caller, body: m.Proved) -> m.Done:
+        if self._proof is None or not self._proof.published:
+            raise BadRequest("proved: no proof waits for its end")
+        self._end_proof()
+        self.proven = body.ok
+        if not body.ok:
+            log.warning("layout proof failed on load", session=self.number)
+            raise LayoutRefused("layout proof: the loaded pattern differs; this engine must run uncached")
+        return m.Done()
+
+    def _end_proof(self) -> None:
+        if self._proof is not None:
+            self._proof.end()
+            self._proof = None
+
+    def _pool(self, caller: Caller, body: m.Pool) -> m.Done:
+        index, host = caller.group.index, caller.group.host.pool
+        if body.kind == "owned":
+            engines.set_pool(caller, OwnedPool(index, host, body.blocks, body.idle_max))
+        else:
+            engines.set_pool(caller, BorrowedPool(index, body.blocks))
+        return m.Done()
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    def _lookup(self, caller: Caller, body: m.Lookup) -> m.Found:
+        positions, keys = _numbers(body.positions, "positions"), _keys(body.keys)
+        return _found(self.store.lookup(caller, body.root, body.blocks, positions, keys))
+
+    def _extend(self, caller: Caller, body: m.Extend) -> m.Found:
+        positions, keys = _numbers(body.positions, "positions"), _keys(body.keys)
+        return _found(self.store.extend(caller, body.lease, positions, keys))
+
+    def _fetch(self, caller: Caller, body: m.Fetch) -> m.Fetched:
+        return m.Fetched(body.stop, self.store.fetch(caller, body.lease, body.start, body.stop))
+
+    def _report(self, caller: Caller, body: m.Report) -> m.Done:
+        dropped = self.store.report(caller, body.lease, _numbers(body.bad, "bad"))
+        if dropped:
+            log.error("corrupt blocks dropped", session=self.number, lease=body.lease, blocks=dropped)
+        return m.Done()
+
+    def _release(self, caller: Caller, body: m.Release) -> m.Released:
+        return m.Released(_orders(block_tables.release(caller, body.lease)))
+
+    # ---- writing -----------------------------------------------------------------------------------------
+
+    def _reserve(self, caller: Caller, body: m.Reserve) -> m.Reserved:
+        got = self.store.reserve(caller, body.root, body.parent, _keys(body.keys))
+        token = got.filling.token if got.filling is not None else 0
+        return m.Reserved(
+            token, got.slots.tobytes(), got.filled, got.elsewhere, got.dropped, got.reason, got.busy
+        )
+
+    def _publish(self, caller: Caller, body: m.Publish) -> m.Published:
+        done = self.store.publish(caller, body.token, body.blocks, body.checked)
+        return m.Published(done.ready, done.dropped, done.pending)
+
+    def _abort(self, caller: Caller, body: m.Abort) -> m.Done:
+        self.store.abort(caller, body.token)
+        return m.Done()
+
+    # ---- device pool -------------------------------------------------------------------------------------
+
+    def _acquire(self, caller: Caller, body: m.Acquire) -> m.Acquired:
+        table = block_tables.acquire(caller, body.lease, body.blocks)
+        lease = table.lease.id if len(table.lease.table) or body.lease else 0
+        load = (table.load_start, table.load_stop)
+        return m.Acquired(
+            lease, table.added.tobytes(), table.device, load, table.runs, _orders(table.demotions), table.busy
+        )
+
+    def _commit(self, caller: Caller, body: m.Commit) -> m.Committed:
+        keys = _keys(body.keys)
+        return m.Committed(
+            block_tables.commit(self.store, caller, body.lease, body.root, body.start, body.parent, keys)
+        )
+
+    def _adopt(self, caller: Caller, body: m.Adopt) -> m.Acquired:
+        table = _numbers(body.table, "table")
+        lease = block_tables.adopt(self.store, caller, body.root, table, _keys(body.keys))
+        return m.Acquired(lease.id, b"", 0, (0, 0), b"", [])
+
+    def _observe(self, caller: Caller, body: m.Observe) -> m.Done:
+        pool = caller.engine.device
+        if not isinstance(pool, BorrowedPool):
+            raise BadRequest("observe: this engine has no borrowed pool; send Pool(kind=borrowed) first")
+        counts = {"mapped": body.mapped, "idle": body.idle, "free": body.free}
+        pool.observe(counts, _keys(body.stored), _keys(body.removed))
+        caller.group.record_changes(caller.engine)
+        return m.Done()
+
+    # ---- the session itself ------------------------------------------------------------------------------
+
+    def _heartbeat(self, _: m.Heartbeat) -> m.Done:
+        return m.Done()
+
+    def _quiesced(self, caller: Caller, _: m.Quiesced) -> m.Done:
+        self._end_proof()
+        engines.writer_gone(caller.group, caller.engine, caller.session)
+        return m.Done()
+
+    def _status(self, _: m.Status) -> m.StatusReport:
+        return m.StatusReport(json.dumps(status(self.store)))
+
+    def _check(self, _: m.Check) -> m.StatusReport:
+        try:
+            self.store.check()
+        except RuntimeError as error:
+            log.error("check failed", broken=str(error))
+            return m.StatusReport(json.dumps({"ok": False, "broken": str(error)}))
+        return m.StatusReport(json.dumps({"ok": True}))
+
+
+_FOR_ALL: dict[type, Callable[[Session, Any], m.Reply]] = {
+    m.Heartbeat: Session._heartbeat,
+    m.Status: Session._status,
+    m.Check: Session._check,
+}
+_PROVING: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {
+    m.Prove: Session._prove,
+    m.ProvedStore: Session._proved_store,
+    m.Proved: Session._proved,
+    m.Quiesced: Session._quiesced,
+}
+_ATTACHED: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {
+    m.Pool: Session._pool,
+    m.Lookup: Session._lookup,
+    m.Extend: Session._extend,
+    m.Fetch: Session._fetch,
+    m.Report: Session._report,
+    m.Release: Session._release,
+    m.Reserve: Session._reserve,
+    m.Publish: Session._publish,
+    m.Abort: Session._abort,
+    m.Acquire: Session._acquire,
+    m.Commit: Session._commit,
+    m.Adopt: Session._adopt,
+    m.Observe: Session._observe,
+}
+
+
+def _numbers(raw: bytes, field: str) -> NDArray[np.uint32]:
+    if len(raw) % 4 or len(raw) > 4 * m.NUMBERS_MAX:
+        raise BadRequest(f"{field}: need a multiple of 4 bytes, at most {4 * m.NUMBERS_MAX}, got {len(raw)}")
+    return np.frombuffer(raw, np.uint32)
+
+
+def _keys(raw: bytes) -> NDArray[np.uint8]:
+    if len(raw) % 32 or len(raw) > 32 * _native.KEYS_MAX:
+        raise BadRequest(f"keys: need 32 bytes each, at most {_native.KEYS_MAX} keys, got {len(raw)} bytes")
+    return np.frombuffer(raw, np.uint8).reshape(-1, 32)
+
+
+def _found(match: Match) -> m.Found:
+    plan, lease = match.plan, match.lease
+    return m.Found(
+        lease.id if lease is not None else 0,
+        len(lease.nodes) if lease is not None else 0,
+        lease.device if lease is not None else 0,
+        match.known,
+        match.gap_stop,
+        match.digest,
+        (plan.load_start, plan.load_stop),
+        match.runs,
+        [(span.tier.value, span.start, span.stop) for span in plan.spans],
+        plan.reason,
+    )
+
+
+def _orders(demotions: tuple[block_tables.Demotion, ...]) -> list[m.Demote]:
+    return [m.Demote(d.filling.token, d.blocks.tobytes(), d.filling.slots.tobytes()) for d in demotions]
+
+
+def _failed(error: KVStoreError) -> m.Failed:
+    return m.Failed(STATUS[type(error)], str(error))

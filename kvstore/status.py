@@ -1,0 +1,45 @@
+"""What status pages show: plain values, no key, no salt, no token id."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from kvstore.group import Engine, Group
+from kvstore.store import Store
+
+__all__ = ["status"]
+
+
+def status(store: Store) -> dict[str, object]:
+    """State of a store by trust group; JSON-ready."""
+    return {
+        "epoch": store.epoch.hex(),
+        "groups": {name: _group(group) for name, group in store.groups.items()},
+    }
+
+
+def _group(group: Group) -> dict[str, object]:
+    return {
+        "host": {
+            **group.host.counts(),
+            "capacity_bytes": group.arena.capacity_bytes,
+            "huge_pages": group.huge,
+            "corrupt_blocks": group.host.corrupt_blocks,
+            "dropped": dict(group.host.dropped),
+        },
+        "index": {"nodes": len(group.index), "nodes_max": group.index.nodes_max},
+        "leases": len(group.leases),
+        "fillings": len(group.fillings),
+        "events": group.events.sequence,
+        "engines": {engine.id.hex(): _engine(engine) for engine in group.engines.values()},
+        "counters": asdict(group.counters),
+    }
+
+
+def _engine(engine: Engine) -> dict[str, object]:
+    return {
+        "sessions": len(engine.sessions),
+        "writers": len(engine.writers),
+        "pool": engine.device.kind,
+        "device": engine.device.counts(),
+    }

@@ -1,0 +1,394 @@
+"""The store: lookup → fetch → release, and reserve → publish | abort.
+
+One instance lives on the daemon's event loop and owns all metadata; nothing here waits, locks, or moves block
+bytes. A request costs a handful of native calls on arrays, whatever its length.
+
+A miss, busy or dropped block is a value (`Match`, `Reservation`); exceptions are for callers' mistakes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import _native
+from kvstore._native import NONE, Reserved, Walk
+from kvstore.clock import Clock
+from kvstore.config import Config, Salts
+from kvstore.errors import BadRequest, NotFound, Refused
+from kvstore.events import EventKind, Snapshot
+from kvstore.group import Caller, Group
+from kvstore.keys import KEY_BYTES
+from kvstore.leases import Lease, LeaseState
+from kvstore.memory import open_memory
+from kvstore.policy import reload
+from kvstore.transfers import Filling
+from kvstore.types import FetchPlan, Namespace, Reuse, Tier
+
+__all__ = ["Match", "Published", "Reservation", "Store"]
+
+# A report makes the daemon read the blocks it names; 64 × 2 MiB at 10 GB/s hold the loop for 13 ms.
+REPORT_BLOCKS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Answer to a lookup (`rpc.messages.Found` on the wire).
+
+    Attributes:
+        lease: None when nothing matched.
+        known: blocks of the chain in the index.
+        gap_stop: [known, gap_stop) was not asked about.
+        digest: of the matched keys.
+        plan: what to load.
+        runs: where the blocks of the plan's load range lie, u32 pairs as bytes.
+    """
+
+    lease: Lease | None
+    known: int
+    gap_stop: int
+    digest: int
+    plan: FetchPlan
+    runs: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Answer to a reserve. `busy` is not empty when nothing was reserved for want of room."""
+
+    filling: Filling | None
+    slots: NDArray[np.uint32]
+    filled: int
+    elsewhere: int
+    dropped: int
+    reason: str = ""
+    busy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Answer to a publish; `pending` = other ranks have not written their part yet."""
+
+    ready: int
+    dropped: int
+    pending: bool
+
+
+class Store:
+    """All trust groups of one daemon."""
+
+    def __init__(self, config: Config, salts: Salts, clock: Clock) -> None:
+        self.config = config
+        self.clock = clock
+        self.epoch = os.urandom(16)
+        self.groups: dict[str, Group] = {}
+        self._salts = salts
+        self._tenants = {tenant.name: tenant for tenant in config.tenants}
+
+    def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Make every group's arena; `progress(group, bytes ready, bytes in all)`.
+
+        Raises:
+            OutOfMemory: names the key to lower.
+        """
+        for name in self.config.groups():
+            report = None if progress is None else _named(progress, name)
+            memory = open_memory(self.config, name, report)
+            self.groups[name] = Group(name, memory, self.config, self.clock, self.epoch)
+
+    def close(self) -> None:
+        """Drop the arenas (clients that still map them keep their own view until they unmap)."""
+        for group in self.groups.values():
+            group.arena.close()
+        self.groups.clear()
+
+    # ---- identity ----------------------------------------------------------------------------------------
+
+    def group_of(self, tenants: list[str]) -> Group:
+        """The one group that all these tenants share.
+
+        Raises:
+            BadRequest: none named, or of several groups (an engine maps one arena).
+            Refused: a tenant is not configured.
+        """
+        if not tenants:
+            raise BadRequest("tenants: name at least one")
+        for name in tenants:
+            if name not in self._tenants:
+                raise Refused(f"tenants: {name!r:.80} is not configured on this daemon")
+        names = {self._tenants[name].group for name in tenants}
+        if len(names) > 1:
+            raise BadRequest(f"tenants: of several trust groups ({', '.join(sorted(names))}); attach to each")
+        return self.groups[names.pop()]
+
+    def roots(self, group: Group, tenants: list[str], namespace: Namespace) -> dict[str, dict[str, bytes]]:
+        """Roots that these tenants may use in a namespace: tenant → "own" / "group" → 32 bytes."""
+        out: dict[str, dict[str, bytes]] = {}
+        for name in tenants:
+            tenant = self._tenants[name]
+            out[name] = {}
+            if tenant.reuse is not Reuse.NONE:
+                key = namespace.root(self._salts.tenants[name])
+                out[name][Reuse.OWN] = group.add_root(key, name, Reuse.OWN).key
+            if tenant.reuse is Reuse.GROUP:
+                key = namespace.root(self._salts.groups[group.name])
+                out[name][Reuse.GROUP] = group.add_root(key, group.name, Reuse.GROUP).key
+        return out
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    def lookup(
+        self, caller: Caller, root: bytes, blocks: int, positions: NDArray[np.uint32], keys: NDArray[np.uint8]
+    ) -> Match:
+        """Longest known prefix of a chain, with a lease on it (LAWS C13, first trip).
+
+        Args:
+            root: one of the caller's roots.
+            blocks: length of the chain that may be reused.
+            positions: (k,) ascending positions of the keys sent.
+            keys: (k, 32).
+
+        Raises:
+            BadRequest: malformed or contradictory keys; nothing was changed.
+            LimitExceeded: too many leases.
+        """
+        group = caller.group
+        group.root_of(caller, root)
+        walk = _walk(group, root, blocks, positions, keys)
+        group.counters.lookups += 1
+        group.counters.lookup_blocks += blocks
+        return self._match(caller, None, root, blocks, walk)
+
+    def extend(
+        self, caller: Caller, lease_id: int, positions: NDArray[np.uint32], keys: NDArray[np.uint8]
+    ) -> Match:
+        """Second trip: the keys of the gap. The lease moves to the deeper node, or stays where it is."""
+        group = caller.group
+        lease = group.leases.get(caller.session, lease_id)
+        walk = _walk(group, lease.root, lease.blocks_max, positions, keys)
+        return self._match(caller, lease, lease.root, lease.blocks_max, walk)
+
+    def _match(self, caller: Caller, lease: Lease | None, root: bytes, blocks: int, walk: Walk) -> Match:
+        group, device = caller.group, caller.engine.device
+        on_device, on_host = device.match(walk), group.host.match(walk)
+        length = max(on_device, on_host)
+        if lease is not None and length <= len(lease.nodes):  # the gap knew nothing more
+            lease.host = group.host.leading(lease.nodes[: lease.host])  # some may have been dropped since
+            plan = reload.plan(lease.device, lease.host)
+            digest = _native.keys_digest(group.index.keys(lease.nodes))
+            return self._found(caller, lease, len(lease.nodes), walk.gap_stop, digest, plan)
+        if not length:
+            plan = reload.plan(0, 0)
+            return Match(None, walk.depth, walk.gap_stop, 0, plan, b"")
+        nodes = walk.nodes[:length]
+        if lease is None:
+            lease = group.leases.grant(caller.session, root, blocks, nodes)
+        else:
+            lease.nodes = nodes
+            group.leases.repin(lease, int(nodes[-1]))
+        lease.device, lease.host = on_device, on_host
+        group.host.touch(int(nodes[-1]))
+        device.touch(int(nodes[-1]))
+        plan = reload.plan(on_device, on_host)
+        return self._found(caller, lease, walk.depth, walk.gap_stop, walk.digest(length), plan)
+
+    def _found(
+        self, caller: Caller, lease: Lease, known: int, gap_stop: int, digest: int, plan: FetchPlan
+    ) -> Match:
+        nodes = lease.nodes[plan.load_start : plan.load_stop]
+        return Match(lease, known, gap_stop, digest, plan, caller.group.host.runs(nodes, caller.shape))
+
+    def fetch(self, caller: Caller, lease_id: int, start: int, stop: int) -> bytes:
+        """Bring blocks [start, stop) of a lease to the arena; HOST has them there already.
+
+        Returns:
+            Runs of the slots, u32 pairs as bytes, for all of [start, stop).
+
+        Raises:
+            NotFound: no such lease, or a block of the range was dropped since.
+            BadRequest: the range is not inside the match on HOST.
+        """
+        group = caller.group
+        lease = group.leases.get(caller.session, lease_id)
+        if not 0 <= start <= stop <= lease.host:
+            raise BadRequest(f"fetch: [{start}, {stop}) is not inside the {lease.host} blocks held on HOST")
+        nodes = lease.nodes[start:stop]
+        here = group.host.leading(nodes)
+        if here < len(nodes):
+            raise NotFound(f"fetch: block {start + here} was dropped as corrupt; compute from there on")
+        if lease.state in (LeaseState.GRANTED, LeaseState.DONE):
+            lease.move(LeaseState.FETCHING)
+        runs = group.host.runs(nodes, caller.shape)
+        lease.move(LeaseState.DONE)
+        return runs
+
+    def report(self, caller: Caller, lease_id: int, bad: NDArray[np.uint32]) -> int:
+        """Blocks that failed a client's check: verify them here, drop the rotten; how many those were.
+
+        Raises:
+            BadRequest: a position is outside the match.
+        """
+        group = caller.group
+        lease = group.leases.get(caller.session, lease_id)
+        if len(bad) and int(bad.max()) >= len(lease.nodes):
+            raise BadRequest(
+                f"report.bad: position {int(bad.max())} is beyond the match of {len(lease.nodes)}"
+            )
+        if not len(bad):
+            return 0
+        # What was not loaded does not count as a hit, whatever the reason.
+        lease.host = min(lease.host, int(bad.min()))
+        dropped = group.host.drop_if_corrupt(lease.nodes[bad[:REPORT_BLOCKS_MAX]], caller.shape)
+        group.record_changes()
+        return dropped
+
+    # ---- writing -----------------------------------------------------------------------------------------
+
+    def reserve(self, caller: Caller, root: bytes, parent: bytes, keys: NDArray[np.uint8]) -> Reservation:
+        """Slots for blocks that continue `parent`; room is made inline, leaves first.
+
+        Args:
+            parent: key of the block before keys[0], or the root itself.
+            keys: (n, 32).
+
+        Raises:
+            BadRequest: duplicate keys, or keys that contradict the index.
+            LimitExceeded: too many open fillings.
+        """
+        group = caller.group
+        node = self.parent_node(caller, root, parent)
+        if node == NONE:
+            return Reservation(None, _nothing(), 0, 0, len(keys), reason="the parent block is not known here")
+        group.check_room_for_filling(caller)
+        got = self._reserve_inline(caller, node, keys)
+        nodes, slots = np.concatenate([g.nodes for g in got]), np.concatenate([g.slots for g in got])
+        filled, elsewhere = sum(g.filled for g in got), sum(g.elsewhere for g in got)
+        dropped, ours = got[-1].dropped, slots != NONE
+        filling = group.begin_filling(caller, nodes[ours], slots[ours]) if ours.any() else None
+        group.record_changes()
+        reason = busy = ""
+        if dropped:
+            group.counters.refused_saves += dropped
+            counts = group.host.counts()
+            reason = f"no room: {counts['ready']} slots pinned or in use, {counts['filling']} being filled"
+            busy = reason if filling is None and not filled and not elsewhere else ""
+        return Reservation(filling, slots, filled, elsewhere, dropped, reason, busy)
+
+    def _reserve_inline(self, caller: Caller, node: int, keys: NDArray[np.uint8]) -> list[Reserved]:
+        """What was reserved, in one or two pieces of the chain."""
+        group, now_s, stall_s = caller.group, self.clock.now(), self.config.daemon.stall_s
+        try:
+            got = [group.host.reserve(node, keys, caller.shape, now_s, stall_s)]
+        except ValueError as error:
+            raise BadRequest(f"reserve: {error}") from None
+        if got[0].dropped:
+            # Only now do silent sessions lose their pins: they cost nothing until memory is needed.
+            kept = len(got[0].nodes)
+            last = int(got[0].nodes[-1]) if kept else node
+            group.index.pin(last)  # a hollow parent may live by one of those pins alone
+            if group.revoke_stale():
+                got.append(group.host.reserve(last, keys[kept:], caller.shape, now_s, stall_s))
+            group.index.unpin(last)
+        return got
+
+    def publish(self, caller: Caller, token: int, blocks: int, checked: bool) -> Published:
+        """A rank has written its part of the first `blocks` slots of a filling.
+
+        Raises:
+            NotFound: no such filling of this engine (publish without reserve, twice, or after abort).
+            BadRequest: more blocks than the filling has.
+        """
+        group = caller.group
+        filling = group.fillings.get(caller.engine.id, token)
+        if not 0 <= blocks <= len(filling.slots):
+            raise BadRequest(f"publish.blocks: need 0 to {len(filling.slots)}, got {blocks}")
+        if not filling.cover(caller.part, blocks, checked):
+            return Published(0, 0, pending=True)
+        return self._make_ready(group, filling, caller)
+
+    def _make_ready(self, group: Group, filling: Filling, caller: Caller) -> Published:
+        done, left = slice(0, filling.blocks), slice(filling.blocks, None)
+        nodes = filling.nodes[done]
+        ready = 0
+        if len(nodes):
+            keys = group.index.keys(nodes)
+            first = int(nodes[0])
+            above = group.index.parent(first)
+            parent = group.index.keys(np.array([above], np.uint32)).tobytes() if above != NONE else b""
+            ready = group.host.publish(nodes, filling.slots[done], filling.shape, filling.checked)
+            if ready == len(keys):
+                group.events.append(EventKind.STORED, Tier.HOST, keys, parent=parent)
+            else:
+                group.events.append(EventKind.STORED, Tier.HOST, keys[group.host.readable(nodes)])
+        group.host.abort(filling.nodes[left], filling.slots[left])
+        if len(filling.drain):
+            group.counters.demoted_blocks += ready
+        group.counters.saved_blocks += ready
+        group.end_filling(filling)
+        group.record_changes(caller.engine)
+        return Published(ready, len(filling.slots) - ready, pending=False)
+
+    def abort(self, caller: Caller, token: int) -> None:
+        """Give a filling up; the caller says that none of its processes writes to it any more."""
+        group = caller.group
+        filling = group.fillings.get(caller.engine.id, token)
+        group.host.abort(filling.nodes, filling.slots)
+        group.end_filling(filling)
+        group.record_changes(caller.engine)
+
+    def parent_node(self, caller: Caller, root: bytes, parent: bytes) -> int:
+        """Node of `parent` under `root`, NONE when it is not known.
+
+        Raises:
+            BadRequest: not this caller's root, or a parent under another one.
+        """
+        group = caller.group
+        known = group.root_of(caller, root)
+        if parent == root:
+            return known.node
+        if len(parent) != KEY_BYTES:
+            raise BadRequest(f"parent: need {KEY_BYTES} bytes, got {len(parent)}")
+        node = group.index.find(parent)
+        if node != NONE and group.index.root_of(node) != known.node:
+            raise BadRequest("parent: belongs to another root")
+        return node
+
+    def snapshot(self, group: Group) -> Snapshot:
+        """Everything readable now, for a new subscriber."""
+        devices = {e.id: e.device.keys() for e in group.engines.values()}
+        return Snapshot(self.epoch, group.events.sequence, group.host.keys(), devices)
+
+    def check(self) -> None:
+        """Every conservation law of every group.
+
+        Raises:
+            RuntimeError: names the first that is broken.
+        """
+        for name, group in self.groups.items():
+            try:
+                group.check()
+            except RuntimeError as error:
+                raise RuntimeError(f"group {name}: {error}") from error
+
+
+def _named(progress: Callable[[str, int, int], None], name: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(name, done, total)
+
+
+def _nothing() -> NDArray[np.uint32]:
+    return np.empty(0, np.uint32)
+
+
+def _walk(
+    group: Group, root: bytes, blocks: int, positions: NDArray[np.uint32], keys: NDArray[np.uint8]
+) -> Walk:
+    if not 0 <= blocks < NONE:
+        raise BadRequest(f"blocks: need 0 to {NONE - 1}, got {blocks}")
+    try:
+        return group.index.walk(root, blocks, positions, keys)
+    except ValueError as error:
+        raise BadRequest(f"keys: {error}") from None

@@ -1,0 +1,164 @@
+"""A small real store on a clock of its own, and sessions without sockets."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from kvstore import engines, keys
+from kvstore.config import Config, EventsConfig, HostConfig, IndexConfig, Salts, TenantConfig
+from kvstore.group import Group
+from kvstore.rpc.attach import caller_of
+from kvstore.rpc.messages import PROTOCOL_VERSION, Attach, Layout
+from kvstore.store import Store
+from kvstore.testing.clock import SimClock
+from kvstore.testing.session import SessionDriver
+from kvstore.testing.slots import slot_fault
+from kvstore.types import BlockLayout, Part
+
+__all__ = ["StoreDriver", "small_config", "small_layout"]
+
+MIB = 1 << 20
+
+
+def small_config(
+    *,
+    capacity_bytes: int = 4 * MIB,
+    slab_bytes: int = 2 * MIB,
+    tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),),
+    nodes_max: int = 4096,
+    log_max: int = 100_000,
+) -> Config:
+    """A configuration with an arena of a few slabs, made in milliseconds."""
+    host = HostConfig(capacity_bytes=capacity_bytes, slab_bytes=slab_bytes, huge_pages=False, threads=1)
+    return Config(
+        host=host,
+        index=IndexConfig(nodes_max=nodes_max),
+        events=EventsConfig(log_max=log_max),
+        tenants=tenants,
+    )
+
+
+def small_layout(*, head_dim: int = 1024, layers: int = 2, kv_heads: int = 2) -> BlockLayout:
+    """A block of 4 tokens in float32: 132 KiB in a slot as it stands, 15 slots to a slab of 2 MiB."""
+    return BlockLayout(layers, kv_heads, head_dim, "float32", block_tokens=4)
+
+
+class StoreDriver:
+    """A store, its clock, and every session that was attached.
+
+    Args:
+        config: small_config() when None.
+        salts: fresh random ones when None.
+    """
+
+    def __init__(self, config: Config | None = None, salts: Salts | None = None) -> None:
+        self.clock = SimClock()
+        self.config = config if config is not None else small_config()
+        self.store = Store(self.config, salts or Salts.load(self.config), self.clock)
+        self.store.open()
+        self.sessions: dict[int, SessionDriver] = {}
+        self._last_session = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every session and drop the arenas."""
+        for session in tuple(self.sessions.values()):
+            session.disconnect()
+        self.store.close()
+
+    def group(self, name: str = "default") -> Group:
+        """One trust group."""
+        return self.store.groups[name]
+
+    def attach(
+        self,
+        tenants: tuple[str, ...] = ("default",),
+        *,
+        engine: bytes = b"",
+        layout: BlockLayout | None = None,
+        part: Part | None = None,
+        model: str = "model",
+    ) -> SessionDriver:
+        """A session past its layout proof.
+
+        Args:
+            tenants: whose roots it may use.
+            engine: id of an engine that other sessions joined; b"" = a new one.
+            layout: small_layout() when None.
+            part: cells that this process holds; the whole block when None.
+            model: name in the namespace.
+
+        Raises:
+            KVStoreError: as a daemon would refuse it.
+        """
+        self._last_session += 1
+        layout = layout if layout is not None else small_layout()
+        part = part if part is not None else Part.whole(layout)
+        ask = Attach(
+            PROTOCOL_VERSION,
+            "both",
+            engine,
+            namespace_of(layout, model),
+            wire_layout(layout),
+            (part.layer_start, part.layers, part.head_start, part.heads),
+            list(tenants),
+            keys.test_vector(),
+        )
+        caller, roots = caller_of(self.store, ask, self._last_session)
+        engines.attach(caller)
+        session = SessionDriver(self.store, caller, roots, self._forget)
+        self.sessions[caller.session] = session
+        return session
+
+    def _forget(self, session: SessionDriver) -> None:
+        del self.sessions[session.caller.session]
+
+    def faults(self, session: SessionDriver) -> list[str]:
+        """What is wrong with the bytes of READY blocks of this session's block shape; [] when nothing is."""
+        group, shape = session.caller.group, session.caller.shape
+        nodes = group.host.pool.ready_nodes()
+        slots = group.host.pool.slots(nodes)
+        found = []
+        for key, slot in zip(group.index.keys(nodes), slots.tolist(), strict=True):
+            if group.arena.control(slot).length == shape.length:
+                found.append(slot_fault(group.arena, shape, slot, np.ascontiguousarray(key).tobytes()))
+        return [fault for fault in found if fault]
+
+
+def namespace_of(layout: BlockLayout, model: str) -> dict[str, str]:
+    """The eight identity fields of a made-up model."""
+    return {
+        "model": model,
+        "weights": "r1",
+        "tokenizer": "t1",
+        "adapter": "none",
+        "attention": layout.attention,
+        "kv_dtype": layout.dtype,
+        "layout": layout.fingerprint,
+        "block_tokens": str(layout.block_tokens),
+    }
+
+
+def wire_layout(layout: BlockLayout) -> Layout:
+    """A layout as an attach message carries it."""
+    return Layout(
+        layout.layers,
+        layout.kv_heads,
+        layout.head_dim,
+        layout.dtype,
+        layout.block_tokens,
+        layout.cell_format,
+        layout.kernel_block_tokens,
+        layout.attention,
+        layout.groups,
+    )

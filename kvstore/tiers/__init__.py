@@ -1,0 +1,1 @@
+"""Places where block bytes are. One file each; a new tier is a new file."""

@@ -1,0 +1,192 @@
+"""GPU: the device pool of one engine. L1 = mapped (pins > 0), L2 = idle (pins == 0): one pool, two labels.
+
+Owned: the daemon hands out the engine's block table and evicts idle blocks. Borrowed: the engine does both
+and tells (`Observe`); the mirror answers lookups and shows counts, and never evicts. The bytes stay in the
+engine's device memory either way: nothing here touches them, so this file needs neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore._native import NONE, Allocation, DevicePool, HostPool, Index, Walk
+from kvstore.errors import BadRequest
+from kvstore.types import Tier
+
+__all__ = ["BorrowedPool", "OwnedPool"]
+
+BLOCKS_MAX = 1 << 24
+_KEY = np.dtype("S32")  # a key as one value, so that numpy's set routines apply
+
+
+def _whole(keys: NDArray[np.uint8]) -> NDArray[np.bytes_]:
+    """(n, 32) bytes as (n,) keys."""
+    return np.ascontiguousarray(keys).reshape(-1, 32).view(_KEY).reshape(-1)
+
+
+def _rows(keys: NDArray[np.bytes_]) -> NDArray[np.uint8]:
+    """(n,) keys as (n, 32) bytes."""
+    return np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 32)
+
+
+def _check_blocks(blocks: int, idle_max: int) -> None:
+    if not 1 <= blocks <= BLOCKS_MAX:
+        raise BadRequest(f"pool.blocks: need 1 to {BLOCKS_MAX}, got {blocks}")
+    if not 0 <= idle_max <= blocks:
+        raise BadRequest(f"pool.idle_max: need 0 to pool.blocks = {blocks}, got {idle_max}")
+
+
+class OwnedPool:
+    """A device pool whose block tables the daemon allocates."""
+
+    tier = Tier.GPU
+    kind = "owned"
+
+    def __init__(self, index: Index, host: HostPool | None, blocks: int, idle_max: int) -> None:
+        _check_blocks(blocks, idle_max)
+        self.blocks = blocks
+        self.idle_max = idle_max
+        self._index = index
+        self._pool = DevicePool(index, host, blocks, idle_max)
+
+    def match(self, walk: Walk) -> int:
+        return self._pool.match(walk)
+
+    def hits(self, nodes: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Blocks of the leading nodes that are here."""
+        blocks = self._pool.blocks_of(nodes)
+        absent = np.flatnonzero(blocks == NONE)
+        return blocks[: absent[0]] if len(absent) else blocks
+
+    def blocks_of(self, nodes: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """(n,) block of each node, or NONE."""
+        return self._pool.blocks_of(nodes)
+
+    def touch(self, node: int) -> None:
+        """The chain that ends in `node` was used."""
+        self._pool.touch(node)
+
+    def pin(self, blocks: NDArray[np.uint32]) -> None:
+        """L2 → L1 (or one user more)."""
+        self._pool.pin(blocks)
+
+    def unpin(self, blocks: NDArray[np.uint32]) -> None:
+        """L1 → L2, or free when the block was never committed."""
+        self._pool.unpin(blocks)
+
+    def allocate(self, wanted: int) -> Allocation:
+        """Fresh pinned blocks, evicting idle ones; may ask for demotions first (see the native stub)."""
+        return self._pool.allocate(wanted)
+
+    def trim(self, most: int) -> Allocation:
+        """Evict idle blocks beyond `idle_max`."""
+        return self._pool.trim(most)
+
+    def drained(self, blocks: NDArray[np.uint32]) -> None:
+        """A demotion ended."""
+        self._pool.drained(blocks)
+
+    def adopt(self, blocks: NDArray[np.uint32]) -> None:
+        """Blocks that were in use before this daemon knew the engine.
+
+        Raises:
+            BadRequest: a block is out of range or not free.
+        """
+        try:
+            self._pool.adopt(blocks)
+        except ValueError as error:
+            raise BadRequest(f"adopt.table: {error}") from None
+
+    def commit(self, blocks: NDArray[np.uint32], parent: int, keys: NDArray[np.uint8]) -> int:
+        """The blocks hold these keys' bytes; how many are indexed under these very blocks."""
+        return int(self._pool.commit(blocks, parent, keys).sum())
+
+    def keys(self) -> NDArray[np.uint8]:
+        """(n, 32) keys of every block that is indexed here. Walks the whole pool: for snapshots."""
+        return self._index.keys(self._pool.indexed_nodes())
+
+    def take_removed(self) -> NDArray[np.uint8]:
+        return self._pool.take_removed()
+
+    def take_stored(self) -> NDArray[np.uint8]:
+        """(n, 32) keys that became readable here since the last call."""
+        return self._pool.take_stored()
+
+    def counts(self) -> dict[str, int]:
+        return self._pool.counts()
+
+    def close(self) -> None:
+        """The engine is gone."""
+        self._pool.close()
+
+    def check(self) -> None:
+        self._pool.check()
+
+
+class BorrowedPool:
+    """A mirror of a pool that the engine runs itself: which keys it holds, and its counts."""
+
+    tier = Tier.GPU
+    kind = "borrowed"
+
+    def __init__(self, index: Index, blocks: int) -> None:
+        _check_blocks(blocks, 0)
+        self.blocks = blocks
+        self.idle_max = blocks
+        self._index = index
+        self._keys = np.empty(0, _KEY)
+        self._removed = self._stored = np.empty(0, _KEY)
+        self._counts = {"free": blocks, "mapped": 0, "idle": 0, "draining": 0}
+
+    def match(self, walk: Walk) -> int:
+        """Leading blocks that the engine said it holds; stops at the first that it does not."""
+        if not len(self._keys) or not walk.depth:
+            return 0
+        absent = np.flatnonzero(~np.isin(_whole(self._index.keys(walk.nodes)), self._keys))
+        return int(absent[0]) if len(absent) else walk.depth
+
+    def observe(self, counts: dict[str, int], stored: NDArray[np.uint8], removed: NDArray[np.uint8]) -> None:
+        """Apply one report of the engine.
+
+        Raises:
+            BadRequest: the counts do not add up to the pool, or more keys than blocks would be held.
+        """
+        if min(counts.values()) < 0 or sum(counts.values()) != self.blocks:
+            raise BadRequest(f"observe: mapped + idle + free must be pool.blocks = {self.blocks}: {counts}")
+        held = np.union1d(np.setdiff1d(self._keys, _whole(removed)), _whole(stored))
+        if len(held) > self.blocks:
+            raise BadRequest(f"observe.stored: {len(held)} keys cannot lie in {self.blocks} blocks")
+        self._removed = np.concatenate([self._removed, np.setdiff1d(self._keys, held)])
+        self._stored = np.concatenate([self._stored, np.setdiff1d(held, self._keys)])
+        self._keys = held
+        self._counts = {**counts, "draining": 0}
+
+    def keys(self) -> NDArray[np.uint8]:
+        """(n, 32) keys that the engine said it holds."""
+        return _rows(self._keys)
+
+    def touch(self, node: int) -> None:
+        """The engine keeps its own order."""
+
+    def take_removed(self) -> NDArray[np.uint8]:
+        out, self._removed = self._removed, np.empty(0, _KEY)
+        return _rows(out)
+
+    def take_stored(self) -> NDArray[np.uint8]:
+        """(n, 32) keys that the engine stored since the last call."""
+        out, self._stored = self._stored, np.empty(0, _KEY)
+        return _rows(out)
+
+    def counts(self) -> dict[str, int]:
+        return self._counts
+
+    def close(self) -> None:
+        """The engine is gone."""
+        self._removed = np.concatenate([self._removed, self._keys])
+        self._keys = np.empty(0, _KEY)
+
+    def check(self) -> None:
+        counted = sum(self._counts.values())
+        if counted != self.blocks or len(self._keys) > self.blocks:
+            raise RuntimeError(f"borrowed pool of {self.blocks}: counts {counted}, keys {len(self._keys)}")

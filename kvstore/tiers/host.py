@@ -1,0 +1,111 @@
+"""HOST: slots of one arena. The engine's workers copy; the daemon decides, verifies and evicts."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import _native
+from kvstore._native import NONE, Reserved, SlotFormat, Walk
+from kvstore.memory import GroupMemory
+from kvstore.types import Tier
+
+__all__ = ["HostTier"]
+
+
+class HostTier:
+    """The arena of a trust group as a place for bytes."""
+
+    tier = Tier.HOST
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self._arena = memory.arena
+        self._index = memory.index
+        self._pool = memory.host
+        self.corrupt_blocks = 0
+        """Blocks dropped because their bytes no longer matched their sums."""
+        self.dropped: dict[str, int] = {}
+        """Blocks not kept or taken away, by reason, since start."""
+
+    @property
+    def pool(self) -> _native.HostPool:
+        """The native pool, for device pools that must know what is on HOST."""
+        return self._pool
+
+    def match(self, walk: Walk) -> int:
+        return self._pool.match(walk)
+
+    def touch(self, node: int) -> None:
+        """The chain that ends in `node` was used."""
+        self._pool.touch(node)
+
+    def readable(self, nodes: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """(n,) whether each node's bytes are readable here."""
+        return self._pool.slots(nodes) != NONE
+
+    def leading(self, nodes: NDArray[np.uint32]) -> int:
+        """How many of the first nodes are readable here without a gap."""
+        absent = np.flatnonzero(self._pool.slots(nodes) == NONE)
+        return int(absent[0]) if len(absent) else len(nodes)
+
+    def missing(self, node: int) -> NDArray[np.uint32]:
+        """The chain that ends in `node`, from the first block that HOST lacks, in chain order."""
+        return self._pool.missing(node)
+
+    def keys(self) -> NDArray[np.uint8]:
+        """(n, 32) keys of every readable block. Walks the whole pool: for snapshots."""
+        return self._index.keys(self._pool.ready_nodes())
+
+    def runs(self, nodes: NDArray[np.uint32], shape: SlotFormat) -> bytes:
+        """Where the blocks of `nodes` lie: pairs [slot, count] of neighbours, as u32 bytes."""
+        return _native.slot_runs(self._pool.slots(nodes), shape.slot_bytes // _native.PAGE_BYTES).tobytes()
+
+    def reserve(
+        self, parent: int, keys: NDArray[np.uint8], shape: SlotFormat, now_s: float, stall_s: float
+    ) -> Reserved:
+        """FILLING slots for a chain after `parent`; makes room by evicting leaves (see the native stub)."""
+        return self._pool.reserve(parent, keys, shape, now_s, stall_s)
+
+    def publish(
+        self, nodes: NDArray[np.uint32], slots: NDArray[np.uint32], shape: SlotFormat, checked: bool
+    ) -> int:
+        """Make filled slots readable; how many became so. The others were freed and counted."""
+        crcs = _native.table_crcs(self._arena, shape, slots)
+        return int(self._pool.publish(nodes, slots, crcs, shape.length, int(checked)).sum())
+
+    def abort(self, nodes: NDArray[np.uint32], slots: NDArray[np.uint32]) -> None:
+        """Free slots whose writer is known to be done."""
+        if len(slots):
+            self._pool.abort(nodes, slots)
+
+    def forget(self, node: int) -> None:
+        """Give back the slot of a block that nobody will miss (a layout proof's)."""
+        self._pool.forget(node)
+
+    def drop_if_corrupt(self, nodes: NDArray[np.uint32], shape: SlotFormat) -> int:
+        """Verify the blocks of `nodes` and drop the rotten ones; how many those were.
+
+        Cost: reads every byte of the blocks named; callers bound their number.
+        """
+        slots = self._pool.slots(nodes)
+        held = slots != NONE
+        nodes, slots = nodes[held], slots[held]
+        if not len(nodes):
+            return 0
+        status = _native.verify_slots(self._arena, shape, slots, self._index.keys(nodes))
+        rotten = [int(node) for node in nodes[status != _native.OK]]
+        for node in rotten:  # rot is rare: one native call each is fine
+            self._pool.drop(node)
+        self.corrupt_blocks += len(rotten)
+        return len(rotten)
+
+    def take_removed(self) -> NDArray[np.uint8]:
+        for reason, count in self._pool.take_dropped().items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+        return self._pool.take_removed()
+
+    def counts(self) -> dict[str, int]:
+        return self._pool.counts()
+
+    def check(self) -> None:
+        self._pool.check()

@@ -1,0 +1,397 @@
+#include "index.h"
+
+#include <algorithm>
+#include <random>
+
+namespace kv {
+
+namespace {
+
+constexpr std::size_t kLanes = 16;      // sub-walks in flight: more than a core's outstanding cache misses
+constexpr std::size_t kTableMin = 64;
+constexpr std::size_t kIdStep = 1024;   // ids come into use in steps, so a small index is quick to check
+
+__extension__ using Wide = unsigned __int128;
+
+std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
+  const Wide product = Wide{a} * b;
+  return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
+}
+
+std::string at(std::size_t i, std::uint32_t position) {
+  return "positions[" + std::to_string(i) + "] = " + std::to_string(position) + ": ";
+}
+
+[[noreturn]] void broken(NodeId id, const char* law) {
+  throw Broken("index: node " + std::to_string(id) + ": " + law);
+}
+
+}  // namespace
+
+std::uint64_t Walk::digest(std::size_t length) const {
+  if (length > heads.size())
+    throw Invalid("length: " + std::to_string(length) + " keys asked, the walk has " +
+                  std::to_string(heads.size()));
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < length; ++i) sum += heads[i] * (2 * i + 1);
+  return sum;
+}
+
+Index::Index(std::size_t nodes_max) : nodes_max_(nodes_max) {
+  if (nodes_max == 0 || nodes_max > kNodesMax)
+    throw Invalid("nodes_max: must be in [1, 2^31], got " + std::to_string(nodes_max));
+  free_ = FreeIds(round_up(nodes_max + kRootsMax, kIdStep));
+  table_.resize(kTableMin);
+  std::random_device random;
+  for (auto& word : seed_) word = std::uint64_t{random()} << 32 | random();
+}
+
+void Index::require(NodeId id, const char* what) const {
+  if (!live(id))
+    throw Invalid(std::string(what) + ": there is no node " + std::to_string(id) +
+                  "; it was reaped, look the key up again");
+}
+
+// ---- hash table ------------------------------------------------------------------------------------------
+// The home of an entry follows from its tag alone and is monotonic in it: growing and shifting never touch
+// a node, and a table is rehashed in one sequential pass.
+
+std::uint32_t Index::tag(const Key& key) const noexcept {
+  std::uint64_t w[4];
+  std::memcpy(w, key.bytes.data(), sizeof w);
+  const std::uint64_t mixed = fold(w[0] ^ seed_[0], w[1] ^ seed_[1]) + fold(w[2] ^ seed_[2], w[3] ^ seed_[3]);
+  return static_cast<std::uint32_t>(mixed >> 32);
+}
+
+NodeId Index::find(const Key& key) const noexcept { return find(key, tag(key)); }
+
+NodeId Index::find(const Key& key, std::uint32_t tag) const noexcept {
+  for (std::size_t i = home(tag); table_[i].id != kNone; i = after(i))
+    if (table_[i].tag == tag && nodes_[table_[i].id].key == key) return table_[i].id;
+  return kNone;
+}
+
+// As find() for each key, with the misses of several keys under way at once.
+std::vector<NodeId> Index::find_all(std::span<const Key> keys) const {
+  constexpr std::size_t kTableAhead = 16, kNodeAhead = 8;
+  std::vector<std::uint32_t> tags(keys.size());
+  std::vector<NodeId> ids(keys.size());
+  for (std::size_t i = 0; i < keys.size(); ++i) tags[i] = tag(keys[i]);
+  for (std::size_t i = 0; i < keys.size() + kTableAhead; ++i) {
+    if (i < keys.size()) __builtin_prefetch(&table_[home(tags[i])]);
+    if (i >= kNodeAhead && i - kNodeAhead < keys.size()) {
+      const std::uint32_t t = tags[i - kNodeAhead];
+      std::size_t j = home(t);
+      while (table_[j].id != kNone && table_[j].tag != t) j = after(j);
+      if (table_[j].id != kNone) __builtin_prefetch(&nodes_[table_[j].id]);
+    }
+    if (i >= kTableAhead) ids[i - kTableAhead] = find(keys[i - kTableAhead], tags[i - kTableAhead]);
+  }
+  return ids;
+}
+
+void Index::reserve_table(std::size_t entries) {
+  if (entries * 20 <= table_.size() * 17) return;  // load <= 0.85
+  std::size_t wanted = table_.size();
+  while (entries * 20 > wanted * 17) wanted += wanted / 4;
+  std::vector<Entry> old(wanted);
+  std::swap(old, table_);
+  for (const Entry& e : old)
+    if (e.id != kNone) insert(e.tag, e.id);
+}
+
+void Index::insert(std::uint32_t tag, NodeId id) noexcept {
+  std::size_t i = home(tag);
+  while (table_[i].id != kNone) i = after(i);
+  table_[i] = {tag, id};
+}
+
+void Index::erase(const Key& key, NodeId id) {
+  const std::size_t size = table_.size();
+  std::size_t i = home(tag(key));
+  while (table_[i].id != id) {
+    if (table_[i].id == kNone) broken(id, "its key is not in the table");
+    i = after(i);
+  }
+  for (std::size_t j = after(i); table_[j].id != kNone; j = after(j)) {
+    const std::size_t from_home = (j + size - home(table_[j].tag)) % size;
+    if (from_home >= (j + size - i) % size) {
+      table_[i] = table_[j];
+      i = j;
+    }
+  }
+  table_[i] = Entry{};
+}
+
+// ---- nodes -----------------------------------------------------------------------------------------------
+
+void Index::prepare(std::size_t n) {
+  reserve(std::min(n, nodes_max_ - size()));
+}
+
+void Index::reserve(std::size_t n) {
+  reserve_table(live_ + n);
+  while (free_.count() < n) {
+    nodes_.grow(ids_ + kIdStep);
+    free_.add_range(ids_, ids_ + kIdStep);
+    ids_ += kIdStep;
+  }
+}
+
+NodeId Index::take_id() noexcept {
+  cursor_ = free_.take(cursor_);
+  return cursor_;
+}
+
+NodeId Index::make(NodeId parent, const Key& key) {
+  if (full()) return kNone;
+  prepare(1);
+  const NodeId id = take_id();
+  Node& up = nodes_[parent];
+  Node& node = nodes_[id];
+  node = Node{};
+  node.key = key;
+  node.parent = parent;
+  node.depth = up.depth + 1;
+  node.jump = up.depth % kJumpStride == 0 ? parent : up.jump;
+  ++up.children;
+  ++live_;
+  insert(tag(key), id);
+  return id;
+}
+
+NodeId Index::root(const Key& key) {
+  const NodeId known = find(key);
+  if (known != kNone) {
+    if (nodes_[known].depth != 0)
+      throw Invalid("root: this key is known as a block at depth " + std::to_string(nodes_[known].depth));
+    return known;
+  }
+  if (roots_ == kRootsMax)
+    throw Invalid("root: more than " + std::to_string(kRootsMax) + " roots (tenants x namespaces)");
+  reserve(1);
+  const NodeId id = take_id();
+  nodes_[id] = Node{};
+  nodes_[id].key = key;
+  nodes_[id].depth = 0;
+  ++live_;
+  ++roots_;
+  insert(tag(key), id);
+  return id;
+}
+
+void Index::reap(NodeId id) {
+  for (;;) {
+    Node& node = nodes_[id];
+    if (node.depth == 0 || node.children > 0 || node.holders > 0 || node.pins > 0) return;
+    if (node.host_refs > 0 || node.host_slot != kNone) broken(id, "reaped while the host pool refers to it");
+    const NodeId parent = node.parent;
+    erase(node.key, id);
+    node = Node{};
+    free_.add(id);
+    --live_;
+    --nodes_[parent].children;
+    id = parent;
+  }
+}
+
+std::vector<NodeId> Index::resolve(NodeId parent, std::span<const Key> keys) const {
+  require(parent, "parent");
+  if (keys.size() > kKeysMax)
+    throw Invalid("keys: at most " + std::to_string(kKeysMax) + " in one call, got " +
+                  std::to_string(keys.size()));
+  if (nodes_[parent].depth + keys.size() > kDepthMax)
+    throw Invalid("keys: the chain would be longer than " + std::to_string(kDepthMax) + " blocks");
+  std::vector<NodeId> ids = find_all(keys);
+  std::size_t known = 0;
+  for (NodeId up = parent; known < ids.size() && ids[known] != kNone; up = ids[known++])
+    if (nodes_[ids[known]].parent != up)
+      throw Invalid("keys[" + std::to_string(known) + "]: this key is known after another parent");
+  // Unknown keys are compared among themselves: a repeated key would need two nodes.
+  std::vector<std::uint32_t> seen(std::max<std::size_t>(16, 2 * (ids.size() - known)), kNone);
+  for (std::size_t i = known; i < ids.size(); ++i) {
+    if (ids[i] != kNone)
+      throw Invalid("keys[" + std::to_string(i) + "]: this key is known after another parent");
+    std::size_t j = (std::uint64_t{tag(keys[i])} * seen.size()) >> 32;
+    for (; seen[j] != kNone; j = j + 1 == seen.size() ? 0 : j + 1)
+      if (keys[seen[j]] == keys[i])
+        throw Invalid("keys[" + std::to_string(i) + "]: repeats keys[" + std::to_string(seen[j]) + "]");
+    seen[j] = static_cast<std::uint32_t>(i);
+  }
+  ids.resize(known);
+  return ids;
+}
+
+// ---- walk ------------------------------------------------------------------------------------------------
+
+// Fills walk.nodes and walk.heads from `deepest` up and returns the root's node. The jumps are hopped first
+// (one miss per 64 nodes); the stretches between them are then independent, so kLanes of them are walked
+// in step and their misses overlap.
+NodeId Index::climb(NodeId deepest, Walk& walk) const {
+  struct Stretch {
+    NodeId node;
+    std::uint32_t position;  // of the node in the chain
+  };
+  std::vector<Stretch> stretches;
+  stretches.reserve(walk.depth / kJumpStride + 1);
+  NodeId node = deepest;
+  for (std::uint32_t depth = walk.depth; depth > 0; depth = (depth - 1) / kJumpStride * kJumpStride) {
+    stretches.push_back({node, depth - 1});
+    node = nodes_[node].jump;
+  }
+  walk.nodes.resize(walk.depth);
+  walk.heads.resize(walk.depth);
+  for (std::size_t first = 0; first < stretches.size(); first += kLanes) {
+    const std::size_t stop = std::min(stretches.size(), first + kLanes);
+    for (std::uint32_t step = 0; step < kJumpStride; ++step) {
+      for (std::size_t lane = first; lane < stop; ++lane) {
+        Stretch& s = stretches[lane];
+        if (s.node == kNone) continue;
+        const Node& here = nodes_[s.node];
+        walk.nodes[s.position] = s.node;
+        walk.heads[s.position] = here.key.hash();
+        s.node = s.position % kJumpStride == 0 ? kNone : here.parent;
+        if (s.node != kNone) __builtin_prefetch(&nodes_[s.node]);
+        --s.position;
+      }
+    }
+  }
+  return node;
+}
+
+Walk Index::walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t> positions,
+                 std::span<const Key> keys) const {
+  if (positions.size() != keys.size())
+    throw Invalid("positions: " + std::to_string(positions.size()) + " for " + std::to_string(keys.size()) +
+                  " keys");
+  if (keys.size() > kKeysMax)
+    throw Invalid("keys: at most " + std::to_string(kKeysMax) + " in one call, got " +
+                  std::to_string(keys.size()));
+  if (n > kDepthMax) throw Invalid("n: at most " + std::to_string(kDepthMax) + " blocks, got " + std::to_string(n));
+  for (std::size_t i = 0; i < positions.size(); ++i)
+    if (positions[i] >= n || (i > 0 && positions[i] <= positions[i - 1]))
+      throw Invalid(at(i, positions[i]) + "must ascend and be below n = " + std::to_string(n));
+
+  Walk result;
+  result.root = find(root);
+  if (result.root != kNone && nodes_[result.root].depth != 0)
+    throw Invalid("root: this key is known as a block at depth " + std::to_string(nodes_[result.root].depth));
+  result.deepest = result.root;
+  const std::vector<NodeId> ids = find_all(keys);
+  std::size_t deepest = 0;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] == kNone) continue;
+    if (nodes_[ids[i]].depth != positions[i] + 1)
+      throw Invalid(at(i, positions[i]) + "this key is known at depth " + std::to_string(nodes_[ids[i]].depth) +
+                    ", not " + std::to_string(positions[i] + 1));
+    deepest = i;
+    result.deepest = ids[i];
+    result.depth = positions[i] + 1;
+  }
+  if (result.depth > 0 && climb(result.deepest, result) != result.root)
+    throw Invalid(at(deepest, positions[deepest]) + "this key is known under another root");
+  result.gap_stop = n;
+  for (std::size_t i = positions.size(); i-- > 0;) {
+    if (positions[i] >= result.depth)
+      result.gap_stop = positions[i];
+    else if (result.nodes[positions[i]] != ids[i])  // unknown is as wrong as elsewhere: ancestors are closed
+      throw Invalid(at(i, positions[i]) + "this key is not on the chain of the deepest known key");
+  }
+  return result;
+}
+
+// ---- pins ------------------------------------------------------------------------------------------------
+
+void Index::pin(NodeId id) {
+  require(id, "node");
+  pinned_.set(id, 0);
+  ++pins_;
+  if (++nodes_[id].pins == 1)
+    for (Place* place : places_) place->pinned(id);
+}
+
+void Index::unpin(NodeId id) {
+  require(id, "node");
+  if (nodes_[id].pins == 0) throw Invalid("node: " + std::to_string(id) + " is not pinned");
+  --pins_;
+  if (--nodes_[id].pins > 0) return;
+  pinned_.erase(id);
+  ++nodes_[id].holders;  // stays until every place has heard of it, whatever they let go
+  for (Place* place : places_) place->unpinned(id);
+  --nodes_[id].holders;
+  reap(id);
+}
+
+bool Index::below(NodeId id, NodeId ancestor) const noexcept {
+  const std::uint32_t depth = nodes_[ancestor].depth;
+  while (nodes_[id].depth > depth) {
+    const NodeId jump = nodes_[id].jump;
+    id = nodes_[jump].depth >= depth ? jump : nodes_[id].parent;
+  }
+  return id == ancestor;
+}
+
+std::vector<NodeId> Index::pinned_below(NodeId id) const {
+  std::vector<NodeId> found;
+  pinned_.each([&](NodeId pinned, std::uint32_t) {
+    if (below(pinned, id)) found.push_back(pinned);
+  });
+  return found;
+}
+
+void Index::leave(Place* place) { std::erase(places_, place); }
+
+void Index::claim_host() {
+  if (host_claimed_)
+    throw Invalid("index: it already has a host pool; every trust group has its own index and arena");
+  host_claimed_ = true;
+}
+
+std::size_t Index::memory_bytes() const noexcept {
+  return nodes_.memory_bytes() + table_.capacity() * sizeof(Entry) + free_.memory_bytes() +
+         pinned_.memory_bytes();
+}
+
+// ---- laws ------------------------------------------------------------------------------------------------
+
+void Index::check() const {
+  std::vector<std::uint32_t> holders(ids_, 0);
+  for (const Place* place : places_) place->count_holders(holders);
+  check_nodes(holders);
+  std::size_t entries = 0;
+  for (const Entry& e : table_) entries += e.id != kNone;
+  if (entries != live_) throw Broken("index: entries in the table != nodes");
+  if (size() > nodes_max_) throw Broken("index: more than nodes_max nodes");
+}
+
+void Index::check_nodes(std::span<const std::uint32_t> holders) const {
+  std::vector<std::uint32_t> children(ids_, 0);
+  std::size_t nodes = 0, roots = 0, pins = 0, pinned = 0;
+  for (NodeId id = 0; id < ids_; ++id) {
+    const Node& node = nodes_[id];
+    if (free_.has(id) != (node.depth == kNone)) broken(id, "free and live at once, or neither");
+    if (node.depth == kNone) continue;
+    ++nodes;
+    pins += node.pins;
+    pinned += node.pins > 0;
+    if ((pinned_.find(id) != kNone) != (node.pins > 0)) broken(id, "the set of pinned nodes disagrees");
+    if (find(node.key) != id) broken(id, "its key finds another node");
+    if (node.holders != holders[id]) broken(id, "holders differ from what the pools hold");
+    if (node.depth == 0) {
+      ++roots;
+      continue;
+    }
+    if (node.children == 0 && node.holders == 0 && node.pins == 0) broken(id, "removable but not reaped");
+    if (!live(node.parent)) broken(id, "its parent does not exist");
+    const Node& up = nodes_[node.parent];
+    ++children[node.parent];
+    if (node.depth != up.depth + 1) broken(id, "depth is not its parent's + 1");
+    if (node.jump != (up.depth % kJumpStride == 0 ? node.parent : up.jump)) broken(id, "wrong jump");
+  }
+  for (NodeId id = 0; id < ids_; ++id)
+    if (nodes_[id].depth != kNone && nodes_[id].children != children[id]) broken(id, "wrong child count");
+  if (nodes != live_ || roots != roots_) throw Broken("index: node counts are off");
+  if (pins != pins_ || pinned != pinned_.size()) throw Broken("index: the sum of pins is off");
+}
+
+}  // namespace kv

@@ -1,0 +1,312 @@
+#include "pool.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kv {
+
+bool slot_may_move(SlotState from, SlotState to) noexcept {
+  using enum SlotState;
+  switch (from) {
+    case kFree: return to == kFilling;
+    case kFilling: return to == kReady || to == kFree;
+    case kReady: return to == kFree || to == kDraining;
+    case kDraining: return to == kFree;
+  }
+  return false;
+}
+
+HostPool::HostPool(Index& index, std::shared_ptr<Arena> arena, std::size_t slab_bytes)
+    : index_(index), arena_(std::move(arena)), slabs_(arena_->capacity_bytes(), slab_bytes) {
+  if (!arena_->writable_control())
+    throw Invalid("arena: attached by a client; a pool needs the arena that create() made");
+  records_.resize(slabs_.slabs());
+  index_.claim_host();
+  index_.join(this);
+  for (NodeId id = 0; id < index_.ids(); ++id)
+    if (index_.node(id).pins > 0) pinned(id);
+}
+
+// The control entries stay as they are: a kept arena outlives its pool.
+HostPool::~HostPool() {
+  std::vector<NodeId> held;
+  for (std::uint32_t slab = 0; slab < slabs_.slabs(); ++slab) {
+    if (slabs_.class_of(slab) == kClassesMax) continue;
+    for (const Record& r : records_[slab])
+      if (r.state != SlotState::kFree) held.push_back(r.node);
+  }
+  for (NodeId id = 0; id < index_.ids(); ++id) {
+    index_.node(id).host_slot = kNone;
+    index_.node(id).host_refs = 0;
+  }
+  for (NodeId id : held) --index_.node(id).holders;
+  for (NodeId id : held)
+    if (index_.live(id)) index_.reap(id);
+  index_.leave(this);
+  index_.release_host();
+}
+
+// ---- one slot --------------------------------------------------------------------------------------------
+
+void HostPool::move(SlotId slot, SlotState from, SlotState to) {
+  Record& r = record(slot);
+  if (r.state != from || !slot_may_move(from, to))
+    throw Broken("pool: slot " + std::to_string(slot) + " in state " +
+                 std::to_string(static_cast<int>(r.state)) + " cannot move " +
+                 std::to_string(static_cast<int>(from)) + " -> " + std::to_string(static_cast<int>(to)));
+  ControlEntry& control = arena_->control(slot);
+  // Before anyone may write: a reader that is still copying finds another generation afterwards.
+  if (from == SlotState::kFree) control.generation.fetch_add(1, std::memory_order_acq_rel);
+  control.state.store(static_cast<std::uint32_t>(to), std::memory_order_release);
+  r.state = to;
+  --by_state_[static_cast<std::size_t>(from)];
+  ++by_state_[static_cast<std::size_t>(to)];
+  const std::size_t bytes = slabs_.slot_bytes(slabs_.class_of(slabs_.locate(slot).slab));
+  if (from == SlotState::kFree) used_bytes_ += bytes;
+  if (to == SlotState::kFree) used_bytes_ -= bytes;
+}
+
+SlotId HostPool::hand_out(NodeId node, SlotId slot, double now_s) {
+  const std::uint32_t slab = slabs_.locate(slot).slab;
+  if (records_[slab].size() != slabs_.slots_in(slab)) records_[slab].assign(slabs_.slots_in(slab), Record{});
+  Record& r = record(slot);
+  r.node = node;
+  r.since_s = now_s;
+  r.older = fills_.find(node);
+  fills_.set(node, slot);
+  move(slot, SlotState::kFree, SlotState::kFilling);
+  ++index_.node(node).holders;
+  policy_.touch(node);
+  ref(node);
+  return slot;
+}
+
+// The slot becomes FREE, and its node goes if nothing else keeps it.
+void HostPool::take_back(NodeId node, SlotId slot, SlotState from) {
+  move(slot, from, SlotState::kFree);
+  record(slot) = Record{};
+  slabs_.give(slot);
+  --index_.node(node).holders;
+  unref(node);
+  index_.reap(node);
+}
+
+void HostPool::forget_fill(NodeId node, SlotId slot) {
+  const SlotId newest = fills_.find(node);
+  const SlotId older = record(slot).older;
+  if (newest == slot) {
+    if (older == kNone)
+      fills_.erase(node);
+    else
+      fills_.set(node, older);
+    return;
+  }
+  for (SlotId s = newest; s != kNone; s = record(s).older) {
+    if (record(s).older != slot) continue;
+    record(s).older = older;
+    return;
+  }
+  throw Broken("pool: FILLING slot " + std::to_string(slot) + " is not among its node's");
+}
+
+// ---- who may leave ---------------------------------------------------------------------------------------
+
+bool HostPool::candidate(NodeId node, std::size_t size_class) const noexcept {
+  const Node& n = index_.node(node);
+  return n.host_refs == 1 && n.host_slot != kNone &&
+         slabs_.class_of(slabs_.locate(n.host_slot).slab) == size_class;
+}
+
+void HostPool::offer_if_candidate(NodeId node) {
+  const Node& n = index_.node(node);
+  if (n.host_refs == 1 && n.host_slot != kNone)
+    policy_.offer(node, slabs_.class_of(slabs_.locate(n.host_slot).slab));
+}
+
+void HostPool::ref(NodeId node) {
+  while (node != kNone && index_.node(node).host_refs++ == 0) node = index_.node(node).parent;
+}
+
+void HostPool::unref(NodeId node) {
+  for (;;) {
+    Node& n = index_.node(node);
+    if (n.host_refs == 0) throw Broken("pool: node " + std::to_string(node) + " has no reference to give back");
+    if (--n.host_refs > 0) return offer_if_candidate(node);
+    if (n.parent == kNone) return;
+    policy_.inherit(n.parent, node);
+    node = n.parent;
+  }
+}
+
+void HostPool::pinned(NodeId node) {
+  policy_.touch(node);
+  ref(node);
+}
+
+void HostPool::unpinned(NodeId node) {
+  unref(node);
+  for (std::size_t i = 0; i < draining_.size();) {
+    std::erase(draining_[i].readers, node);
+    if (!draining_[i].readers.empty()) {
+      ++i;
+      continue;
+    }
+    const SlotId slot = draining_[i].slot;
+    draining_[i] = std::move(draining_.back());
+    draining_.pop_back();
+    take_back(record(slot).node, slot, SlotState::kDraining);
+  }
+}
+
+Victim HostPool::oldest(std::size_t size_class) {
+  return policy_.oldest(size_class, [&](NodeId id) { return candidate(id, size_class); });
+}
+
+// The class whose next victim is the oldest of all, or kClassesMax.
+std::size_t HostPool::oldest_class() {
+  std::size_t found = kClassesMax;
+  std::uint64_t age = 0;
+  for (std::size_t c = 0; c < slabs_.classes(); ++c) {
+    const Victim v = oldest(c);
+    if (v.id == kNone || (found != kClassesMax && v.age >= age)) continue;
+    found = c;
+    age = v.age;
+  }
+  return found;
+}
+
+void HostPool::removed(NodeId node) {
+  if (removed_.size() < kRemovedMax)
+    removed_.push_back(index_.node(node).key);
+  else
+    ++dropped_.events_lost;
+}
+
+void HostPool::evict_victim(NodeId node) {
+  policy_.remove(node);
+  const SlotId slot = index_.node(node).host_slot;
+  index_.node(node).host_slot = kNone;
+  removed(node);
+  ++dropped_.evicted;
+  take_back(node, slot, SlotState::kReady);
+}
+
+// A slot of the class, evicting as needed, or kNone. Victims go in the order of their last use across all
+// classes, so the memory follows the use: a class that is used no longer gives its slabs away one by one,
+// and a new layout is never starved. An eviction in another class helps only once it empties a slab, hence
+// the bound; beyond it the class lives off its own leaves.
+SlotId HostPool::take_slot(std::size_t size_class, std::size_t& foreign_evictions) {
+  for (;;) {
+    const SlotId slot = slabs_.take(size_class);
+    if (slot != kNone) return slot;
+    std::size_t from = oldest_class();
+    if (from != size_class && from != kClassesMax && ++foreign_evictions > kForeignEvictionsMax) from = size_class;
+    const Victim victim = from == kClassesMax ? Victim{} : oldest(from);
+    if (victim.id == kNone) return kNone;
+    evict_victim(victim.id);
+  }
+}
+
+bool HostPool::make_node_room() {
+  for (std::size_t i = 0; index_.full() && i < kNodeEvictionsMax; ++i) {
+    const std::size_t from = oldest_class();
+    if (from == kClassesMax) return false;
+    evict_victim(oldest(from).id);
+  }
+  return !index_.full();
+}
+
+std::size_t HostPool::evict(const SlotFormat& format, std::size_t slots) {
+  const std::size_t size_class = slabs_.find_class(format.slot_bytes());
+  slots = std::min(slots, kKeysMax);
+  for (std::size_t done = 0; done < slots; ++done) {
+    const Victim victim = size_class == kClassesMax ? Victim{} : oldest(size_class);
+    if (victim.id == kNone) return done;
+    evict_victim(victim.id);
+  }
+  return slots;
+}
+
+bool HostPool::drop(NodeId node) {
+  if (!forget(node)) return false;
+  ++dropped_.rot;
+  return true;
+}
+
+bool HostPool::forget(NodeId node) {
+  if (!index_.live(node) || index_.node(node).host_slot == kNone) return false;
+  std::vector<NodeId> readers = index_.pinned_below(node);
+  const SlotId slot = index_.node(node).host_slot;
+  index_.node(node).host_slot = kNone;
+  removed(node);
+  if (readers.empty()) {
+    take_back(node, slot, SlotState::kReady);
+    return true;
+  }
+  move(slot, SlotState::kReady, SlotState::kDraining);
+  draining_.push_back({slot, std::move(readers)});
+  return true;
+}
+
+// ---- questions -------------------------------------------------------------------------------------------
+
+std::size_t HostPool::match(const Walk& walk) const noexcept {
+  constexpr std::size_t kAhead = 16;
+  for (std::size_t i = 0; i < walk.nodes.size(); ++i) {
+    if (i + kAhead < walk.nodes.size() && walk.nodes[i + kAhead] < index_.ids())
+      __builtin_prefetch(&index_.node(walk.nodes[i + kAhead]));
+    if (walk.nodes[i] >= index_.ids() || index_.node(walk.nodes[i]).host_slot == kNone) return i;
+  }
+  return walk.nodes.size();
+}
+
+std::vector<SlotId> HostPool::slots(std::span<const NodeId> nodes) const {
+  std::vector<SlotId> out(nodes.size());
+  for (std::size_t i = 0; i < nodes.size(); ++i)
+    out[i] = nodes[i] < index_.ids() ? index_.node(nodes[i]).host_slot : kNone;
+  return out;
+}
+
+void HostPool::touch(NodeId node) {
+  index_.require(node, "node");
+  policy_.touch(node);
+}
+
+std::vector<NodeId> HostPool::missing(NodeId node) const {
+  index_.require(node, "node");
+  std::vector<NodeId> chain;
+  for (; index_.node(node).depth != 0 && index_.node(node).host_slot == kNone; node = index_.node(node).parent)
+    chain.push_back(node);
+  return {chain.rbegin(), chain.rend()};
+}
+
+std::vector<NodeId> HostPool::ready_nodes() const {
+  std::vector<NodeId> nodes;
+  for (const auto& slab : records_)
+    for (const Record& record : slab)
+      if (record.state == SlotState::kReady) nodes.push_back(record.node);
+  return nodes;
+}
+
+std::vector<Key> HostPool::take_removed() {
+  std::erase_if(removed_, [&](const Key& key) {
+    const NodeId node = index_.find(key);
+    return node != kNone && index_.node(node).host_slot != kNone;
+  });
+  return std::exchange(removed_, {});
+}
+
+HostDropped HostPool::take_dropped() { return std::exchange(dropped_, {}); }
+
+HostCounts HostPool::counts() const noexcept {
+  return {slabs_.free_slots(), by_state_[1], by_state_[2], by_state_[3], slabs_.free_slabs(), used_bytes_};
+}
+
+std::size_t HostPool::memory_bytes() const noexcept {
+  std::size_t bytes = policy_.memory_bytes() + fills_.memory_bytes();
+  for (const auto& slab : records_) bytes += slab.capacity() * sizeof(Record);
+  return bytes;
+}
+
+}  // namespace kv

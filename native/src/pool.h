@@ -1,0 +1,164 @@
+// The host pool: the slots of one arena, which node's bytes each holds, and who leaves first.
+//
+//   slot   FREE -reserve-> FILLING -publish-> READY -evict-> FREE          every hand-out bumps the slot's
+//          FILLING -abort-> FREE              READY -drop-> FREE           generation first
+//                                             READY -drop-> DRAINING -last reader gone-> FREE
+//
+// host_refs, the one number behind leaf-first (LAWS C12): a node's host_refs counts its own slots, its
+// children with host_refs > 0, 1 while it is pinned, and 1 while a running reserve() stands on it. So:
+//   * a node may be evicted <=> it has a READY slot and host_refs == 1: no child below it has bytes, is
+//     being filled, is read or is pinned, however many hollow nodes lie between;
+//   * one pin protects the bytes of the node and of *all* its ancestors, holes included;
+//   * a FILLING slot protects the whole chain it continues until it is published or aborted.
+//
+// Rot under a reader. drop() makes the bytes unmatchable at once. If no pinned node lies at or below the
+// node, nobody may be reading them and the slot is FREE; otherwise it is DRAINING until every node that was
+// pinned then has been seen without pins once: later readers cannot have been given the slot.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "arena.h"
+#include "id_map.h"
+#include "index.h"
+#include "lru.h"
+#include "slabs.h"
+#include "types.h"
+
+namespace kv {
+
+using Policy = Lru;  // the live eviction policy of every pool
+
+inline constexpr std::size_t kRemovedMax = std::size_t{1} << 20;       // keys kept for events: 32 MiB
+inline constexpr std::size_t kForeignEvictionsMax = 8192;  // of other classes in one call: bounds its pause
+inline constexpr std::size_t kNodeEvictionsMax = 64;       // tries to make room for one node
+
+// Which of the 16 transitions exist.
+bool slot_may_move(SlotState from, SlotState to) noexcept;
+
+struct Reserved {
+  std::vector<NodeId> nodes;  // (m,) of the first m keys
+  std::vector<SlotId> slots;  // (m,) to fill; kNone where READY or filled by someone else
+  std::size_t filled = 0;
+  std::size_t elsewhere = 0;
+  std::size_t dropped = 0;    // keys beyond m: no room
+};
+
+struct HostCounts {
+  std::size_t free = 0, filling = 0, ready = 0, draining = 0;  // slots
+  std::size_t free_slabs = 0;
+  std::size_t used_bytes = 0;  // of slots that are not FREE
+};
+
+// Since the last take_dropped().
+struct HostDropped {
+  std::size_t evicted = 0, orphaned = 0, lost = 0, no_room = 0, rot = 0, events_lost = 0;
+};
+
+// The clock of a reserve: a slot FILLING for longer than stall_s no longer keeps others from filling.
+struct FillTime {
+  double now_s = 0;
+  double stall_s = 0;
+};
+
+class HostPool final : public Place {
+ public:
+  HostPool(Index& index, std::shared_ptr<Arena> arena, std::size_t slab_bytes);
+  ~HostPool();
+  HostPool(const HostPool&) = delete;
+  HostPool& operator=(const HostPool&) = delete;
+
+  std::size_t match(const Walk& walk) const noexcept;
+  std::vector<SlotId> slots(std::span<const NodeId> nodes) const;
+  void touch(NodeId node);
+  // The chain that ends in node, from the first block without READY bytes here, in chain order.
+  std::vector<NodeId> missing(NodeId node) const;
+  // Every node with READY bytes: O(slots), for snapshots.
+  std::vector<NodeId> ready_nodes() const;
+
+  // Strong guarantee: Invalid changes nothing. Never evicts the chain of parent, nor what it passed.
+  Reserved reserve(NodeId parent, std::span<const Key> keys, const SlotFormat& format, FillTime time);
+  // What a filled slot holds.
+  struct Content {
+    std::span<const std::uint32_t> crcs;  // one per slot: CRC32C of its CRC table
+    std::size_t length = 0;               // bytes of every block
+    std::uint32_t checked = 0;            // 1 = the writer's CPU summed the cells
+  };
+  std::vector<std::uint8_t> publish(std::span<const NodeId> nodes, std::span<const SlotId> slots,
+                                    const Content& content);
+  void abort(std::span<const NodeId> nodes, std::span<const SlotId> slots);
+
+  bool drop(NodeId node);    // rot, counted
+  bool forget(NodeId node);  // the same for bytes that nobody will miss
+  std::size_t evict(const SlotFormat& format, std::size_t slots);
+  // Evicts oldest leaves until the index has room for one more node; false if that did not help.
+  bool make_node_room();
+
+  // Keys whose bytes left since the last call and are not back.
+  std::vector<Key> take_removed();
+  HostDropped take_dropped();
+  std::size_t capacity_slots() const noexcept { return slabs_.capacity_slots(); }
+  HostCounts counts() const noexcept;
+  std::size_t memory_bytes() const noexcept;
+  void check() const;
+
+  void pinned(NodeId node) override;
+  void unpinned(NodeId node) override;
+  void count_holders(std::span<std::uint32_t> counts) const override;
+
+ private:
+  friend struct HostPoolProbe;  // tests reach move()
+
+  struct Record {
+    NodeId node = kNone;
+    SlotState state = SlotState::kFree;
+    SlotId older = kNone;     // FILLING: the node's next older FILLING slot
+    double since_s = 0;       // FILLING: when it was handed out
+  };
+  struct Draining {
+    SlotId slot;
+    std::vector<NodeId> readers;  // nodes that were pinned at the drop and have been ever since
+  };
+
+  Record& record(SlotId slot) { const Slabs::Spot p = slabs_.locate(slot); return records_[p.slab][p.index]; }
+  const Record& record(SlotId slot) const { return const_cast<HostPool*>(this)->record(slot); }
+  void move(SlotId slot, SlotState from, SlotState to);
+
+  bool candidate(NodeId node, std::size_t size_class) const noexcept;
+  void offer_if_candidate(NodeId node);
+  void ref(NodeId node);
+  void unref(NodeId node);
+
+  SlotId take_slot(std::size_t size_class, std::size_t& foreign_evictions);
+  SlotId hand_out(NodeId node, SlotId slot, double now_s);
+  void take_back(NodeId node, SlotId slot, SlotState from);
+  void forget_fill(NodeId node, SlotId slot);
+  bool being_filled(NodeId node, const FillTime& time) const;
+  bool publish_one(NodeId node, SlotId slot, const Content& content, std::uint32_t crc);
+  void require_filling(std::span<const NodeId> nodes, std::span<const SlotId> slots) const;
+
+  Victim oldest(std::size_t size_class);
+  std::size_t oldest_class();
+  void evict_victim(NodeId node);
+  void removed(NodeId node);
+  void check_slot(SlotId slot, const Record& record) const;
+  void check_refs(std::vector<std::uint32_t> refs) const;
+
+  Index& index_;
+  std::shared_ptr<Arena> arena_;
+  Slabs slabs_;
+  std::vector<std::vector<Record>> records_;  // by slab, by index: 24 B per slot
+  Policy policy_;                             // ids are nodes, queues are size classes
+  IdMap fills_;                               // node -> its newest FILLING slot
+  std::vector<Draining> draining_;
+  std::size_t by_state_[4] = {};              // FREE is not counted here: slabs_ knows
+  std::size_t used_bytes_ = 0;
+  std::vector<Key> removed_;
+  HostDropped dropped_;
+};
+
+}  // namespace kv

@@ -1,0 +1,145 @@
+// The filling of slots: reserve, then exactly one of publish and abort per slot.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+
+#include "pool.h"
+
+namespace kv {
+
+bool HostPool::being_filled(NodeId node, const FillTime& time) const {
+  const SlotId newest = fills_.find(node);
+  return newest != kNone && time.now_s - record(newest).since_s < time.stall_s;
+}
+
+Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotFormat& format, FillTime time) {
+  if (!std::isfinite(time.now_s) || !(time.stall_s >= 0))
+    throw Invalid("now_s, stall_s: must be finite and not negative");
+  const std::vector<NodeId> known = index_.resolve(parent, keys);
+  const std::size_t size_class = slabs_.class_for(format.slot_bytes());
+  index_.prepare(keys.size() - known.size());
+  fills_.reserve(keys.size());
+
+  Reserved out;
+  out.nodes.reserve(keys.size());
+  out.slots.reserve(keys.size());
+  std::size_t foreign_evictions = 0;
+  // Stands on the deepest node of the chain that exists: none of it leaves, and no id in `known` is reused.
+  NodeId guard = known.empty() ? parent : known.back();
+  policy_.touch(guard);
+  ref(guard);
+  NodeId up = parent;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    NodeId node = i < known.size() ? known[i] : kNone;
+    SlotId slot = kNone;
+    if (node != kNone && index_.node(node).host_slot != kNone) {
+      ++out.filled;
+    } else if (node != kNone && being_filled(node, time)) {
+      ++out.elsewhere;
+    } else {
+      slot = take_slot(size_class, foreign_evictions);
+      if (slot == kNone) break;
+      if (node == kNone && !make_node_room()) {
+        slabs_.give(slot);
+        break;
+      }
+      if (node == kNone) node = index_.make(up, keys[i]);
+      hand_out(node, slot, time.now_s);
+    }
+    if (i >= known.size()) {
+      ref(node);
+      unref(guard);
+      guard = node;
+    }
+    up = node;
+    out.nodes.push_back(node);
+    out.slots.push_back(slot);
+  }
+  unref(guard);
+  out.dropped = keys.size() - out.nodes.size();
+  dropped_.no_room += out.dropped;
+  return out;
+}
+
+// Invalid unless every slot is FILLING for its node and named once.
+void HostPool::require_filling(std::span<const NodeId> nodes, std::span<const SlotId> slots) const {
+  if (nodes.size() != slots.size())
+    throw Invalid("slots: " + std::to_string(slots.size()) + " for " + std::to_string(nodes.size()) + " nodes");
+  if (slots.size() > kKeysMax)
+    throw Invalid("slots: at most " + std::to_string(kKeysMax) + " in one call, got " +
+                  std::to_string(slots.size()));
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const Slabs::Spot spot = slabs_.locate(slots[i]);
+    const bool taken = spot.slab != kNone && slabs_.taken(spot);
+    if (!taken || record(slots[i]).state != SlotState::kFilling || record(slots[i]).node != nodes[i])
+      throw Invalid("slots[" + std::to_string(i) + "]: slot " + std::to_string(slots[i]) +
+                    " is not being filled for node " + std::to_string(nodes[i]));
+  }
+  std::vector<SlotId> sorted(slots.begin(), slots.end());
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice != sorted.end()) throw Invalid("slots: slot " + std::to_string(*twice) + " is named twice");
+}
+
+std::vector<std::uint8_t> HostPool::publish(std::span<const NodeId> nodes, std::span<const SlotId> slots,
+                                            const Content& content) {
+  require_filling(nodes, slots);
+  if (content.crcs.size() != slots.size())
+    throw Invalid("crcs: " + std::to_string(content.crcs.size()) + " for " + std::to_string(slots.size()) +
+                  " slots");
+  if (content.checked > 1) throw Invalid("checked: must be 0 (none) or 1 (crc)");
+  for (SlotId slot : slots) {
+    const std::size_t room = slabs_.slot_bytes(slabs_.class_of(slabs_.locate(slot).slab));
+    if (content.length == 0 || content.length > room)
+      throw Invalid("length: must be in [1, " + std::to_string(room) + "], got " + std::to_string(content.length));
+  }
+  // Parents publish first, in whatever order the caller names them.
+  std::vector<std::uint32_t> order(slots.size());
+  std::iota(order.begin(), order.end(), 0u);
+  const auto by_depth = [&](std::uint32_t a, std::uint32_t b) {
+    return index_.node(nodes[a]).depth < index_.node(nodes[b]).depth;
+  };
+  if (!std::is_sorted(order.begin(), order.end(), by_depth))
+    std::stable_sort(order.begin(), order.end(), by_depth);
+
+  std::vector<std::uint8_t> ready(slots.size(), 0);
+  for (std::uint32_t i : order) ready[i] = publish_one(nodes[i], slots[i], content, content.crcs[i]);
+  return ready;
+}
+
+// READY if nobody was first and the parent's bytes are there; else FREE.
+bool HostPool::publish_one(NodeId node, SlotId slot, const Content& content, std::uint32_t crc) {
+  Node& n = index_.node(node);
+  const Node& up = index_.node(n.parent);
+  const bool lost = n.host_slot != kNone;
+  const bool orphaned = !lost && up.depth > 0 && up.host_slot == kNone;
+  forget_fill(node, slot);
+  if (lost || orphaned) {
+    dropped_.lost += lost;
+    dropped_.orphaned += orphaned;
+    take_back(node, slot, SlotState::kFilling);
+    return false;
+  }
+  record(slot).older = kNone;
+  ControlEntry& control = arena_->control(slot);
+  control.length = static_cast<std::uint32_t>(content.length);
+  control.crc = crc;
+  control.checked = content.checked;
+  std::memcpy(control.fingerprint, n.key.bytes.data(), sizeof control.fingerprint);
+  move(slot, SlotState::kFilling, SlotState::kReady);
+  n.host_slot = slot;
+  policy_.touch(node);
+  offer_if_candidate(node);
+  return true;
+}
+
+void HostPool::abort(std::span<const NodeId> nodes, std::span<const SlotId> slots) {
+  require_filling(nodes, slots);
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    forget_fill(nodes[i], slots[i]);
+    take_back(nodes[i], slots[i], SlotState::kFilling);
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,102 @@
+"""What every test may use, and the proof that the suite leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import Config, DaemonConfig
+from kvstore.testing import StoreDriver, small_config
+
+# Threads and processes that are not ours: who starts them, and why they may stay.
+FOREIGN_THREADS = (
+    "pytest_timeout",
+    "TMonitor",
+    "Tqdm",
+)  # the suite's own watchdog; progress bars of downloads
+FOREIGN_PROCESSES = ("resource_tracker",)  # Python's own, ends with this process
+
+
+@pytest.fixture
+def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A path short enough for a Unix socket (107 bytes), whatever the test is called."""
+    return tmp_path_factory.mktemp("s") / "kv.sock"
+
+
+@pytest.fixture
+def config(socket_path: Path) -> Config:
+    """A small configuration whose socket lies in the test's own directory."""
+    small = small_config()
+    return Config(
+        daemon=DaemonConfig(socket=str(socket_path)),
+        host=small.host,
+        index=small.index,
+        events=small.events,
+        tenants=small.tenants,
+    )
+
+
+@pytest.fixture
+def driver() -> Iterator[StoreDriver]:
+    """A small store without a socket; every law is checked at the end."""
+    with StoreDriver() as driver:
+        yield driver
+        driver.store.check()
+
+
+def shared_memory() -> set[str]:
+    place = Path("/dev/shm")
+    return {entry.name for entry in place.iterdir()} if place.is_dir() else set()
+
+
+def own_leftovers() -> set[str]:
+    return {entry.name for entry in Path(tempfile.gettempdir()).glob("kvstore*")}
+
+
+def children() -> dict[int, str]:
+    """Living processes whose parent is this one: pid → command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat, command = (entry / "stat").read_text(), (entry / "cmdline").read_bytes()
+        except OSError:
+            continue  # it ended while we looked
+        parent = int(stat.rpartition(")")[2].split()[1])
+        if parent == os.getpid():
+            found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace") or stat
+    return found
+
+
+def threads() -> dict[str, threading.Thread]:
+    alive = {thread.name: thread for thread in threading.enumerate()}
+    return {name: t for name, t in alive.items() if not name.startswith(FOREIGN_THREADS)}
+
+
+def mapped_arenas() -> list[str]:
+    """Memfds that this process still has mapped."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split(maxsplit=5)[-1] for line in maps if "/memfd:" in line]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After the last test: no shared memory, file, process, thread or arena that was not there before."""
+    shm, files, processes, running = shared_memory(), own_leftovers(), children(), threads()
+    arenas = mapped_arenas()
+    yield
+    gc.collect()
+    assert not shared_memory() - shm, "left in /dev/shm"
+    assert not own_leftovers() - files, "left in the temporary directory"
+    left = {pid: what for pid, what in children().items() if pid not in processes}
+    assert not [what for what in left.values() if not any(name in what for name in FOREIGN_PROCESSES)]
+    assert not threads().keys() - running.keys(), "threads that still run"
+    if not request.session.testsfailed:  # a failure's traceback keeps its store alive
+        assert len(mapped_arenas()) <= len(arenas), "arenas that are still mapped"

@@ -1,0 +1,304 @@
+"""The whole store under any order of saves, lookups, deaths, silence and rot, against a dictionary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from world import CHAINS, LAYOUTS, LEFT, PICK, RIGHT, WHOLE, Held, Open, World, rows, tokens_of
+
+from kvstore._native import SlotFormat
+from kvstore.errors import BadRequest, NotFound
+from kvstore.testing import SessionDriver
+
+SESSIONS_MAX = 6
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Rules for everything but device pools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    # ---- picking -----------------------------------------------------------------------------------------
+
+    def session(self, pick: int) -> SessionDriver:
+        return self.world.sessions[pick % len(self.world.sessions)]
+
+    def chain_for(self, session: SessionDriver, pick: int, spec: tuple[int, int, int]):
+        tenants = sorted(session.roots)
+        tenant = tenants[pick % len(tenants)]
+        reuse = ("own", "group")[pick // 2 % 2]
+        chain = session.chain(tokens_of(spec), tenant=tenant, reuse=reuse)
+        self.world.learn(chain, LAYOUTS.index(session.caller.layout))
+        return chain
+
+    # ---- sessions ----------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.world.sessions) < SESSIONS_MAX)
+    @rule(
+        tenants=st.sampled_from([("alice",), ("bob",), ("alice", "bob")]),
+        layout=st.sampled_from(LAYOUTS),
+        halves=st.booleans(),
+    )
+    def attach(self, tenants, layout, halves) -> None:
+        parts = (LEFT, RIGHT) if halves else (WHOLE,)
+        engine = b""
+        for part in parts:
+            session = self.world.driver.attach(tenants, engine=engine, layout=layout, part=part)
+            engine = session.engine.id
+            self.world.sessions.append(session)
+
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK, process_lives=st.booleans())
+    def close(self, pick, process_lives) -> None:
+        session = self.session(pick)
+        session.disconnect()
+        self.world.ended(session)
+        assert self.world.group.leases.of(session.caller.session) == []
+        if process_lives:
+            self.world.living.append(session)
+            before = len(self.world.open)
+            self.world.drop_freed()
+            assert len(self.world.open) == before, "a closed socket freed slots that may be written"
+        else:
+            session.die()
+            self.world.drop_freed()
+        self.world.sync(set(), set())
+
+    @precondition(lambda self: self.world.living)
+    @rule(pick=PICK)
+    def process_ends(self, pick) -> None:
+        self.world.living.pop(pick % len(self.world.living)).die()
+        self.world.drop_freed()
+        self.world.sync(set(), set())
+
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK)
+    def quiesce(self, pick) -> None:
+        session = self.session(pick)
+        others = session.engine.writers - {session.caller.session}
+        session.quiesce()
+        mine = [o for o in self.world.open if o.session.engine is session.engine]
+        self.world.drop_freed()
+        left = [o for o in self.world.open if o.session.engine is session.engine]
+        assert left == (mine if others else []), "fillings are freed exactly when the last writer is done"
+        self.world.sync(set(), set())
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 5.0, 5.5, 100.0]), picks=st.lists(PICK, max_size=3))
+    def time_passes(self, seconds, picks) -> None:
+        self.world.driver.clock.advance(seconds)
+        for pick in picks:
+            if self.world.sessions:
+                self.session(pick).heartbeat()
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK, spec=CHAINS)
+    def lookup(self, pick, spec) -> None:
+        session = self.session(pick)
+        chain = self.chain_for(session, pick, spec)
+        expected = self.expected_match(session, chain)
+        found = session.lookup(chain)
+        assert found.blocks == expected, "the store knows more or less than was published and not removed"
+        assert found.blocks <= len(chain)
+        if found.blocks:
+            self.world.held.append(Held(session, chain, found.lease))
+            self.check_loads(self.world.held[-1])
+        self.world.sync(set(), set())
+
+    def expected_match(self, session: SessionDriver, chain) -> int:
+        return self.world.leading(chain)
+
+    def check_loads(self, held: Held) -> None:
+        keys = rows(held.chain, 0, held.lease.host)
+        if self.world.rotten & set(keys) or not all(map(self.world.readable, keys)):
+            return
+        assert held.session.faults(held.lease, held.chain) == []
+
+    def loose(self) -> list[Held]:
+        """Leases without a block table."""
+        return [held for held in self.world.held if not len(held.lease.table)]
+
+    @precondition(lambda self: self.loose())
+    @rule(pick=PICK)
+    def fetch(self, pick) -> None:
+        self.check_loads(self.loose()[pick % len(self.loose())])
+
+    @precondition(lambda self: self.loose())
+    @rule(pick=PICK)
+    def release(self, pick) -> None:
+        held = self.loose()[pick % len(self.loose())]
+        self.world.held.remove(held)
+        held.session.release(held.lease)
+        with pytest.raises(NotFound):
+            held.session.release(held.lease)
+        self.world.sync(set(), set())
+
+    @precondition(lambda self: len(self.world.sessions) > 1)
+    @rule(pick=PICK, other=PICK, spec=CHAINS)
+    def foreign_root(self, pick, other, spec) -> None:
+        mine, theirs = self.session(pick), self.session(other)
+        foreign = set(theirs.caller.roots) - set(mine.caller.roots)
+        for root in sorted(foreign):
+            chain = theirs.chain(tokens_of(spec))
+            stolen = type(chain)(root, chain.keys)
+            with pytest.raises(BadRequest, match="not one of the roots"):
+                mine.lookup(stolen)
+            with pytest.raises(BadRequest, match="not one of the roots"):
+                mine.reserve(stolen)
+        if foreign and self.world.held:
+            held = self.world.held[pick % len(self.world.held)]
+            if held.session is not mine:
+                with pytest.raises(NotFound):
+                    mine.store.fetch(mine.caller, held.lease.id, 0, 0)
+
+    # ---- writing -----------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK, spec=CHAINS, start=st.integers(0, 12))
+    def reserve(self, pick, spec, start) -> None:
+        world, session = self.world, self.session(pick)
+        chain = self.chain_for(session, pick, spec)
+        start = min(start, len(chain))
+        if start and world.group.index.find(chain.parent(start)) == 0xFFFFFFFF:
+            assert session.reserve(chain, start).dropped == len(chain) - start
+            return
+        keys, now = rows(chain, start), world.driver.clock.now()
+        before, times = world.host.keys(), [world.filled_since(key) for key in keys]
+        got = session.reserve(chain, start)
+        world.drop_revoked()
+        kept = len(got.slots)
+        asked = set(keys[:kept]) | {k for key in keys[:1] for k in world.above(key)}
+        world.sync(set(), world.all_but(world.protected() | asked))
+        stall_s = world.driver.config.daemon.stall_s
+        filled = [key in before for key in keys[:kept]]
+        elsewhere = [
+            not ready and t is not None and now - t < stall_s
+            for ready, t in zip(filled, times[:kept], strict=True)
+        ]
+        assert (got.filled, got.elsewhere, got.dropped) == (sum(filled), sum(elsewhere), len(keys) - kept)
+        mine = [start + i for i in range(kept) if not filled[i] and not elsewhere[i]]
+        if got.filling is not None:
+            assert len(got.filling.slots) == len(mine)
+            world.open.append(Open(session, chain, got.filling, mine, now, len(mine)))
+        else:
+            assert not mine
+        if got.dropped:
+            assert not world.all_but(world.protected() | asked), (
+                "blocks were dropped although some could leave"
+            )
+            assert got.reason
+
+    def writers_of(self, filling: Open) -> list[SessionDriver]:
+        return [s for s in self.world.sessions if s.engine is filling.session.engine]
+
+    @precondition(lambda self: self.world.open)
+    @rule(pick=PICK, member=PICK, short=st.integers(0, 15))
+    def publish(self, pick, member, short) -> None:
+        world = self.world
+        filling = world.open[pick % len(world.open)]
+        ranks = self.writers_of(filling)
+        if not ranks:
+            return
+        rank = ranks[member % len(ranks)]
+        count = max(0, len(filling.positions) - max(0, short - 10))
+        rank.write(filling.filling)
+        done = rank.publish(filling.filling, count)
+        filling.blocks = min(filling.blocks, count)
+        filling.written.add(rank.caller.part.head_start)
+        if rank.caller.part.heads == 1 and filling.written != {0, 1}:
+            assert done.pending and not done.ready
+            return
+        assert not done.pending
+        world.open.remove(filling)
+        fresh: set[bytes] = set()
+        for key in filling.wanted()[: filling.blocks]:
+            parent = world.parent[key]
+            above = parent not in world.parent or world.readable(parent) or parent in fresh
+            if above and not world.readable(key):
+                fresh.add(key)
+        assert (done.ready, done.dropped) == (len(fresh), len(filling.positions) - len(fresh))
+        world.sync(fresh, set())
+        self.read_own_write(rank, filling)
+
+    def read_own_write(self, session: SessionDriver, filling: Open) -> None:
+        expected = self.expected_match(session, filling.chain)
+        found = session.lookup(filling.chain)
+        assert found.blocks == expected
+        if found.blocks:
+            session.release(found.lease)
+
+    @precondition(lambda self: self.world.open)
+    @rule(pick=PICK)
+    def abort(self, pick) -> None:
+        filling = self.world.open[pick % len(self.world.open)]
+        ranks = self.writers_of(filling)
+        if ranks:
+            self.world.open.remove(filling)
+            ranks[0].abort(filling.filling)
+            with pytest.raises(NotFound):
+                ranks[0].publish(filling.filling)
+            self.world.sync(set(), set())
+
+    # ---- rot ---------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.loose())
+    @rule(pick=PICK, place=PICK, flip=st.booleans())
+    def report(self, pick, place, flip) -> None:
+        world = self.world
+        held = self.loose()[pick % len(self.loose())]
+        if not held.lease.host:
+            return
+        position = place % held.lease.host
+        key = rows(held.chain)[position]
+        if flip and world.readable(key):
+            node = np.array([world.group.index.find(key)], np.uint32)
+            slot = int(world.group.host.pool.slots(node)[0])
+            shape = held.session.caller.shape
+            world.group.arena.view(slot, shape.length)[place % shape.cell_bytes] ^= 0xFF
+            world.rotten ^= {key}
+        rotten = {key} & world.rotten
+        dropped = world.store.report(held.session.caller, held.lease.id, np.array([position], np.uint32))
+        assert dropped == len(rotten), "the daemon believes its own check, not the report"
+        world.hollow |= rotten
+        world.sync(set(), rotten)
+
+    # ---- always ------------------------------------------------------------------------------------------
+
+    @invariant()
+    def laws(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        world = self.world
+        for session in [*world.sessions, *world.living]:
+            session.die()
+        world.store.check()
+        counts = world.group.host.counts()
+        assert (len(world.group.leases), len(world.group.fillings), world.group.index.pins()) == (0, 0, 0)
+        assert (counts["filling"], counts["draining"]) == (0, 0), (
+            "a slot outlived its last process and reader"
+        )
+        for layout in LAYOUTS:
+            shape = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes)
+            while world.group.host.pool.evict(shape, 8192):
+                pass
+        assert len(world.group.index) == 0, "nodes without bytes, children and pins are reaped"
+        assert world.group.host.counts()["used_bytes"] == 0
+        world.store.check()
+        world.driver.close()
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestStore = StoreMachine.TestCase
