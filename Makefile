@@ -62,7 +62,7 @@ native-test: build
 
 sanitize-%: build
 	$(BIN)/cmake -S native -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVCORE_PYTHON=OFF -DKVCORE_TESTS=ON -DKVCORE_SANITIZE=$* >/dev/null
+	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 -DKVCORE_PYTHON=OFF -DKVCORE_TESTS=ON -DKVCORE_SANITIZE=$* >/dev/null
 	$(BIN)/cmake --build build/native-$* --parallel $(JOBS) --target kvcore_tests
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/native-$*/kvcore_tests
 

@@ -196,15 +196,18 @@ class Index:
         """Node of a root, made if absent (never reaped)."""
     def find(self, key: Bytes) -> int: ...
     def walk(self, root: Bytes, n: int, positions: U32, keys: U8) -> Walk:
-        """positions ascending in [0, n), keys (k, 32). ValueError on more than KEYS_MAX keys, a key known at
-        another depth, on another chain, or under another root."""
+        """positions ascending in [0, n), n <= 262144 blocks, keys (k, 32). ValueError on more than KEYS_MAX
+        keys, a key known at another depth, on another chain, or under another root, and on an unknown key
+        before the deepest known one (its position is named)."""
     def keys(self, nodes: U32) -> U8: ...
     def parent(self, node: int) -> int: ...
     def depth(self, node: int) -> int: ...
     def root_of(self, node: int) -> int:
         """The root's node above `node`, by the ancestor jumps: depth / 64 steps."""
     def pin(self, node: int) -> None:
-        """Keep the node (and so its ancestors) and, on every tier, its bytes."""
+        """Keep the node, its ancestors, and the bytes any of them has on the host (holes and hollow nodes in
+        between included); on a device, the block of this node. Counts as a use of the chain. O(1) for a node
+        with host bytes, else O(hollow nodes above it)."""
     def unpin(self, node: int) -> None: ...
     def pins(self) -> int:
         """Σ pins."""
@@ -226,14 +229,18 @@ class Reserved:
     """keys beyond m: no room"""
 
 class HostPool:
-    """Slots of one arena and which node's bytes each holds; leaf-first LRU per size class."""
+    """Slots of one arena and which node's bytes each holds; leaf-first LRU over its size classes.
+
+    An index has at most one host pool (ValueError): one trust group, one arena.
+    """
     def __init__(self, index: Index, arena: Arena, slab_bytes: int) -> None: ...
     def match(self, walk: Walk) -> int:
         """Leading blocks of the walk with READY bytes here."""
     def slots(self, nodes: U32) -> U32:
         """READY slot of each node, or NONE."""
     def missing(self, node: int) -> U32:
-        """The chain that ends in node, from the first block without READY bytes here, in chain order."""
+        """The blocks above and including node that have no READY bytes here, up to the nearest that has, in
+        chain order."""
     def ready_nodes(self) -> U32:
         """Every node with READY bytes."""
     def touch(self, node: int) -> None:
@@ -248,15 +255,17 @@ class HostPool:
     def abort(self, nodes: U32, slots: U32) -> None:
         """FILLING → FREE; the writer is known to be done."""
     def drop(self, node: int) -> bool:
-        """READY → FREE although children may hold bytes (rot): the node is hollow. False if absent."""
+        """Rot: the node is hollow at once, although children may hold bytes. False if it has no bytes.
+        The slot is FREE, or, while a node at or below is pinned, DRAINING until those pins are gone."""
     def forget(self, node: int) -> bool:
         """drop() for bytes that nobody will miss: not counted as rot."""
     def evict(self, format: SlotFormat, slots: int) -> int:
-        """Evict up to that many idle leaves of the class; how many."""
+        """Evict up to that many idle leaves of the class (at most KEYS_MAX in one call); how many."""
     def take_removed(self) -> U8:
-        """(n, 32) keys whose bytes left since the last call (for events)."""
+        """(n, 32) keys whose bytes left since the last call and are not back (for events)."""
     def take_dropped(self) -> dict[str, int]:
-        """Counters since the last call: evicted, orphaned, lost, no_room, rot."""
+        """Counters since the last call: evicted, orphaned, lost, no_room, rot, events_lost (keys beyond the
+        2**20 that take_removed() keeps: observers must resync)."""
     @property
     def memory_bytes(self) -> int: ...
     @property
@@ -282,8 +291,12 @@ class DevicePool:
     def pin(self, blocks: U32) -> None: ...
     def unpin(self, blocks: U32) -> None:
         """A block without a node becomes FREE at its last unpin, one with a node becomes idle (L2)."""
-    def touch(self, node: int) -> None: ...
-    def allocate(self, wanted: int) -> Allocation: ...
+    def touch(self, node: int) -> None:
+        """The chain that ends in node was used now. Nothing happens if the node has no block here."""
+    def allocate(self, wanted: int) -> Allocation:
+        """Fresh blocks, evicting idle leaves as needed. blocks and draining both empty = Busy. ValueError if
+        wanted exceeds the pool or KEYS_MAX. Draining is leaf-first, but the host takes parents first: save
+        HostPool.missing(node) (the parents are still here) when copying a draining block down."""
     def trim(self, most: int) -> Allocation:
         """Bring idle blocks down to idle_max, at most `most` at a time (blocks is empty)."""
     def drained(self, blocks: U32) -> None:
@@ -291,19 +304,23 @@ class DevicePool:
     def adopt(self, blocks: U32) -> None:
         """FREE → pinned once: the engine was using these before it attached."""
     def commit(self, blocks: U32, parent: int, keys: U8) -> U8:
-        """Pinned blocks now hold the bytes of keys, a chain after `parent`. (n,) 1 = indexed here,
-        0 = that key already has a block here (this one stays private)."""
-    def drop(self, node: int) -> bool: ...
+        """Pinned blocks now hold the bytes of keys, a chain after `parent`. (n,) 1 = indexed here, 0 = this
+        one stays private: the key has a block here already, its parent has none, or the index is full.
+        ValueError: a block named twice, not pinned or holding a key; keys as for HostPool.reserve."""
+    def drop(self, node: int) -> bool:
+        """Rot: the node's block is no longer matched; FREE now, or at its last unpin. False if absent."""
     def indexed_nodes(self) -> U32:
         """Every node with a block here."""
-    def take_removed(self) -> U8: ...
-    def take_stored(self) -> U8: ...
+    def take_removed(self) -> U8:
+        """(n, 32) keys that left since the last call and are not here now."""
+    def take_stored(self) -> U8:
+        """(n, 32) keys that came since the last call and are here now."""
     def counts(self) -> dict[str, int]:
-        """free, mapped, idle, draining."""
+        """free, mapped, idle, draining; events_lost: keys the two calls above could not keep (resync)."""
     @property
     def memory_bytes(self) -> int: ...
     def close(self) -> None:
-        """The engine is gone: every block leaves the index."""
+        """The engine is gone: every block leaves the index. Later changes raise ValueError."""
     def check(self) -> None: ...
 
 def slot_runs(slots: U32, pages_per_slot: int) -> U32:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore._native import NONE, Allocation
-from kvstore.errors import BadRequest
-from kvstore.group import Caller
+from kvstore._native import KEYS_MAX, NONE, Allocation
+from kvstore.errors import BadRequest, KVStoreError
+from kvstore.group import Caller, Group
 from kvstore.leases import Lease
 from kvstore.store import Store
 from kvstore.tiers.gpu import OwnedPool
@@ -76,13 +76,14 @@ def acquire(caller: Caller, lease_id: int, blocks: int) -> Table:
     if not 1 <= blocks <= pool.blocks:
         raise BadRequest(f"acquire.blocks: need 1 to the pool's {pool.blocks}, got {blocks}")
     empty = np.empty(0, np.uint32)
-    if lease_id:
-        lease = group.leases.get(caller.session, lease_id)
-    else:
-        lease = group.leases.grant(caller.session, b"", 0, empty)
-    hits = empty if len(lease.table) else pool.hits(lease.nodes)[:blocks]
+    known = group.leases.get(caller.session, lease_id) if lease_id else None
+    length = len(known.table) if known is not None else 0
+    hits = pool.hits(known.nodes)[:blocks] if known is not None and not length else empty
+    wanted = max(0, blocks - length - len(hits))
+    if wanted > KEYS_MAX:
+        raise BadRequest(f"acquire.blocks: a table grows by at most {KEYS_MAX} blocks in one call")
+    lease = known if known is not None else group.leases.grant(caller.session, b"", 0, empty)
     pool.pin(hits)
-    wanted = max(0, blocks - len(lease.table) - len(hits))
     got, demotions = _allocate(caller, pool, wanted)
     if len(got.blocks) < wanted:
         pool.unpin(hits)
@@ -112,6 +113,9 @@ def _first_table(caller: Caller, lease: Lease, added: NDArray[np.uint32], hits: 
 def _allocate(caller: Caller, pool: OwnedPool, wanted: int) -> tuple[Allocation, tuple[Demotion, ...]]:
     """Allocate; turn what must be drained into orders, or lose it when HOST has no room either."""
     got = pool.allocate(wanted)
+    stuck = len(got.blocks) < wanted <= pool.blocks - pool.counts()["mapped"] and not len(got.draining)
+    if stuck and caller.group.revoke_stale():  # leases of silent sessions kept idle blocks from leaving
+        got = pool.allocate(wanted)
     while len(got.blocks) < wanted and len(got.draining):
         demotions = _demote(caller, pool, got)
         if demotions:
@@ -127,7 +131,7 @@ def _demote(caller: Caller, pool: OwnedPool, got: Allocation) -> tuple[Demotion,
     for victim in got.draining_nodes.tolist():  # rare: saves are written through, so most victims are on HOST
         if victim not in waiting:
             continue  # a deeper victim's chain covered it
-        chain = group.host.missing(victim)
+        chain = group.host.missing(victim)[:KEYS_MAX]
         parent = group.index.parent(int(chain[0]))
         keys = group.index.keys(chain)
         reserved = group.host.reserve(parent, keys, caller.shape, group.clock.now(), store_s)
@@ -174,6 +178,8 @@ def commit(
             f"commit: [{start}, {start + len(keys)}) is not inside a table of {len(lease.table)}"
         )
     node = store.parent_node(caller, root, parent)
+    if lease.root not in (b"", root):
+        raise BadRequest("commit.root: this lease is on a chain of another root")
     if node == NONE or not len(keys):
         return 0
     try:
@@ -181,10 +187,19 @@ def commit(
     except ValueError as error:
         raise BadRequest(f"commit: {error}") from None
     last = group.index.find(keys[-1].tobytes())
-    if last != NONE:  # the pin follows, so that the chain's nodes live as long as its table
-        group.leases.repin(lease, last)
+    if last != NONE and _continues(group, lease, node, keys):
+        lease.root = root
+        group.leases.repin(lease, last)  # so that the chain's nodes live as long as its table
     group.record_changes(caller.engine)
     return indexed
+
+
+def _continues(group: Group, lease: Lease, parent: int, keys: NDArray[np.uint8]) -> bool:
+    """Whether a chain of `keys` after `parent` ends at or below the node that the lease pins."""
+    if lease.pinned in (NONE, parent):
+        return True
+    pinned = group.index.keys(np.array([lease.pinned], np.uint32))
+    return bool((keys == pinned).all(axis=1).any())
 
 
 def adopt(
@@ -200,11 +215,15 @@ def adopt(
         raise BadRequest(f"adopt: {len(keys)} keys for a table of {len(table)} blocks")
     if root:
         group.root_of(caller, root)
-    pool.adopt(table)
     lease = group.leases.grant(caller.session, root, 0, np.empty(0, np.uint32))
-    lease.table = table
-    if root and len(keys):
-        commit(store, caller, lease.id, root, 0, root, keys)
+    try:
+        pool.adopt(table)
+        lease.table = table
+        if root and len(keys):
+            commit(store, caller, lease.id, root, 0, root, keys)
+    except KVStoreError:
+        group.end_lease(lease)
+        raise
     return lease
 
 

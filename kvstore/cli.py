@@ -208,7 +208,7 @@ def main() -> None:
     try:
         app()
     except KVStoreError as error:
-        _errors.print(f"kvstore: {error}", style="red", markup=False, highlight=False)
+        _errors.print(f"kvstore: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
 
 

@@ -37,7 +37,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Base of the configuration tables."""
 
 
-class DaemonConfig(_Table):
+class DaemonConfig(_Table, frozen=True):
     """[daemon]
 
     Attributes:
@@ -65,7 +65,7 @@ class DaemonConfig(_Table):
     log_level: str = "info"
 
 
-class HostConfig(_Table):
+class HostConfig(_Table, frozen=True):
     """[host]
 
     Attributes:
@@ -83,7 +83,7 @@ class HostConfig(_Table):
     threads: int = 0
 
 
-class IndexConfig(_Table):
+class IndexConfig(_Table, frozen=True):
     """[index]
 
     Attributes:
@@ -93,7 +93,7 @@ class IndexConfig(_Table):
     nodes_max: int = 4_000_000
 
 
-class EventsConfig(_Table):
+class EventsConfig(_Table, frozen=True):
     """[events]
 
     Attributes:
@@ -103,7 +103,7 @@ class EventsConfig(_Table):
     log_max: int = 10_000
 
 
-class TenantConfig(_Table):
+class TenantConfig(_Table, frozen=True):
     """[[tenants]]
 
     Attributes:
@@ -117,7 +117,7 @@ class TenantConfig(_Table):
     reuse: Reuse = Reuse.OWN
 
 
-class Config(_Table):
+class Config(_Table, frozen=True):
     """The whole configuration; see the classes of its tables."""
 
     daemon: DaemonConfig = DaemonConfig()
@@ -261,7 +261,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "daemon.socket_mode": (0, 0o777),
     "host.capacity_bytes": (2 << 20, 1 << 44),  # slot ids are 32-bit page numbers: 16 TiB
     "host.slab_bytes": (2 << 20, 1 << 30),  # no slab may cross a 1 GiB registration border
-    "host.threads": (0, 1024),
+    "host.threads": (0, 256),  # native/src/arena.cc: kThreadsMax
     "index.nodes_max": (16, 1 << 31),
     "events.log_max": (1, 10_000_000),
 }

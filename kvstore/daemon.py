@@ -9,13 +9,14 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
 from kvstore import __version__
 from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
-from kvstore.rpc.server import SessionServer
+from kvstore.rpc.server import SessionServer, free_path
 from kvstore.store import Store
 
 __all__ = ["Daemon", "configure_logs", "serve"]
@@ -37,7 +38,13 @@ class Daemon:
         self._server: SessionServer | None = None
 
     def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Make the arenas (slow: every page is touched); `progress(group, bytes ready, bytes in all)`."""
+        """Make the arenas (slow: every page is touched); `progress(group, bytes ready, bytes in all)`.
+
+        Raises:
+            ConfigError: another daemon listens on the socket (asked first: two arenas may not fit).
+            OutOfMemory: names the key to lower.
+        """
+        free_path(Path(self.config.daemon.socket))
         _raise_file_limit()
         self.store.open(progress)
 

@@ -7,6 +7,8 @@ writer_gone   its process ended, or said `quiesced`: the engine's last writer fr
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvstore.errors import BadRequest
 from kvstore.group import Caller, Engine, Group
 from kvstore.leases import LeaseState
@@ -44,13 +46,24 @@ def detach(caller: Caller) -> None:
         group.end_lease(lease, LeaseState.REVOKED)
     engine.sessions.discard(caller.session)
     if engine.pool_session == caller.session:
-        engine.device.close()
-        group.record_changes(engine)
-        engine.device, engine.pool_session = NoTier(Tier.GPU), 0
+        _close_pool(group, engine)
     del group.callers[caller.session]
     if not group.fillings.count(engine.id):
         engine.writers.clear()  # no slot depends on anyone
     _forget(group, engine)
+
+
+def _close_pool(group: Group, engine: Engine) -> None:
+    """The pool dies, and with it every block number that other sessions of the engine still hold."""
+    engine.device.close()
+    group.record_changes(engine)
+    engine.device, engine.pool_session = NoTier(Tier.GPU), 0
+    nothing = np.empty(0, np.uint32)
+    for session in engine.sessions:
+        for lease in group.leases.of(session):
+            lease.table, lease.device = nothing, 0
+    for filling in group.fillings.of_engine(engine.id):
+        filling.drain = filling.copied = nothing
 
 
 def writer_gone(group: Group, engine: Engine, session: int) -> int:

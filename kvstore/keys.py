@@ -148,4 +148,4 @@ _VECTOR_TOKENS = np.arange(70_000, 70_000 + 40, dtype=np.uint32)
 def test_vector() -> bytes:
     """Key of a fixed input: both ends of an attach compare it, so a hash that differs is found before use."""
     chain = KeyChain.of(_VECTOR_ROOT, _VECTOR_TOKENS, 16, {1: b"kvstore test vector"})
-    return chain.keys[-1].tobytes()
+    return bytes(chain.keys[-1])

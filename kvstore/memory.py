@@ -52,7 +52,7 @@ def open_memory(config: Config, name: str, progress: Callable[[int, int], None] 
     try:
         arena = Arena.create(name, host.capacity_bytes)
         huge = _prefault(arena, config, progress)
-    except (MemoryError, OSError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:  # ValueError: more than there is
         raise OutOfMemory(f"host.capacity_bytes = {host.capacity_bytes}: {error}") from error
     index = Index(config.index.nodes_max)
     try:

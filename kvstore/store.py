@@ -219,7 +219,7 @@ class Store:
         nodes = lease.nodes[start:stop]
         here = group.host.leading(nodes)
         if here < len(nodes):
-            raise NotFound(f"fetch: block {start + here} was dropped as corrupt; compute from there on")
+            raise NotFound(f"fetch: block {start + here} is not on HOST any more; compute from there on")
         if lease.state in (LeaseState.GRANTED, LeaseState.DONE):
             lease.move(LeaseState.FETCHING)
         runs = group.host.runs(nodes, caller.shape)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from kvstore import _native
-from kvstore.client import Client, Limits, PoolSpec
+from kvstore.client import Client, Limits, PagedLayout, PoolSpec
 from kvstore.types import BlockLayout, Namespace, Part
 
 from .kv_memory import KVMemory
@@ -20,7 +20,9 @@ from .weights import fingerprint
 __all__ = ["PagedCells", "connect", "identity"]
 
 
-def identity(spec: ModelSpec, memory: KVMemory, model: Path, weights: str = "") -> tuple[Namespace, BlockLayout]:
+def identity(
+    spec: ModelSpec, memory: KVMemory, model: Path, weights: str = ""
+) -> tuple[Namespace, BlockLayout]:
     """Namespace and layout of this engine's blocks.
 
     Args:
@@ -29,8 +31,9 @@ def identity(spec: ModelSpec, memory: KVMemory, model: Path, weights: str = "") 
         model: file or directory of the weights; also holds the tokenizer.
         weights: fingerprint, computed from `model` when empty (reads every byte).
     """
-    positions = {key: value for key, value in asdict(spec).items() if key.startswith(("rope", "positions"))}
-    attention = f"causal; {'; '.join(f'{key}={value}' for key, value in sorted(positions.items()))}"
+    # Everything that the weights do not say and that changes a byte of KV: rope, norms, head counts, …
+    arithmetic = hashlib.blake2b(repr(sorted(asdict(spec).items())).encode(), digest_size=16).hexdigest()
+    attention = f"causal; rope_theta={spec.rope_theta:g}; spec={arithmetic}"
     layout = BlockLayout(
         layers=spec.layers,
         kv_heads=spec.kv_heads,
@@ -43,8 +46,7 @@ def identity(spec: ModelSpec, memory: KVMemory, model: Path, weights: str = "") 
     namespace = Namespace(
         model=model.stem,
         weights=digest,
-        # The tokenizer lies in the same files, so the same fingerprint covers it.
-        tokenizer=digest,
+        tokenizer=_tokenizer_digest(model) or digest,
         adapter="none",
         attention=attention,
         kv_dtype=layout.dtype,
@@ -52,6 +54,18 @@ def identity(spec: ModelSpec, memory: KVMemory, model: Path, weights: str = "") 
         block_tokens=str(layout.block_tokens),
     )
     return namespace, layout
+
+
+def _tokenizer_digest(model: Path) -> str:
+    """Digest of the tokenizer's files; "" where they lie inside the weights (GGUF) or are missing."""
+    if not model.is_dir():
+        return ""
+    state = hashlib.blake2b(digest_size=16)
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+    found = [model / name for name in names if (model / name).is_file()]
+    for file in found:
+        state.update(file.name.encode() + file.read_bytes())
+    return state.hexdigest() if found else ""
 
 
 class PagedCells:
@@ -63,10 +77,10 @@ class PagedCells:
         self.part = Part.whole(layout)
         self.blocks = memory.blocks
 
-    def paged(self) -> _native.PagedLayout:
+    def paged(self) -> PagedLayout:
         """A cell is one contiguous piece: [K|V][token][dim]."""
         memory = self._memory
-        return _native.PagedLayout(
+        return PagedLayout(
             np.array([[base] for base in memory.bases], np.uint64),
             blocks=memory.blocks,
             heads=memory.kv_heads,
@@ -95,10 +109,10 @@ def connect(
     weights: str = "",
     limits: Limits | None = None,
 ) -> StoreTables:
-    """Block tables over the daemon at `socket`, which owns the block table of this engine from now on.
+    """Block tables over the daemon at `socket`, which owns the engine's device pool from now on.
 
-    The daemon may be absent: the engine then runs uncached until one appears. The last block of `memory` stays
-    out of the pool: the layout proof of a later attach writes to it while the engine computes on the others.
+    The daemon may be absent: the engine then runs uncached until one appears. The last block of `memory`
+    stays out of the pool: the layout proof of a later attach writes to it while the engine computes.
 
     Args:
         idle_max: most idle blocks kept on the device (`l2_blocks_max`); None = all.

@@ -4,8 +4,8 @@ Rows are ordered decodes first (single tokens, by growing context), then prefill
 
     rows      [0, d₁) decode group 1 · [d₁, d₂) decode group 2 · … · chunk 1 · chunk 2 · …
 
-A decode group attends in one call over contexts padded to its longest, a chunk attends alone. All indices are
-built once per step and used by every layer.
+A decode group attends in one call over contexts padded to its longest, a chunk in pieces of its own. All
+indices are built once per step and used by every layer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from torch import Tensor
 
 from .kv_memory import KVMemory
 
-__all__ = ["Batch", "Chunk", "DecodeGroup", "Segment", "flatten"]
+__all__ = ["Batch", "Chunk", "DecodeGroup", "Piece", "Segment", "flatten"]
 
 # A decode joins a group while its table is at most twice as long as the group's shortest (plus a few blocks):
 # so padding at most doubles what a group reads, and short contexts always share one call.
 _GROUP_RATIO_MAX = 2
 _GROUP_SLACK_BLOCKS = 4
+# Under a mask every row pays for the whole context of its piece, so small pieces skip what lies behind them:
+# 1,500 tokens in three chunks cost 39 ms per layer when whole, 33 ms in pieces of 256 or 128 (one thread).
+_PIECE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows [row, row + count) attend to the first `context` tokens.
+class Piece:
+    """Rows [row, row + count) of a chunk, which attend to the first `context` tokens.
 
     `mask` is [count, context]; None = plain causal.
     """
@@ -55,8 +58,15 @@ class Chunk:
     row: int
     count: int
     context: int
-    planes: Tensor
     mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one prompt: its blocks are gathered once, its pieces attend one after another."""
+
+    planes: Tensor
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +145,16 @@ def flatten(segments: Sequence[Segment], memory: KVMemory) -> Batch:
 
 
 def _chunk(segment: Segment, row: int, memory: KVMemory) -> Chunk:
-    count, context = len(segment.tokens), segment.stop
-    blocks = segment.blocks[: -(-context // memory.block_tokens)]
-    mask = None
-    if segment.start:
-        mask = torch.full((count, context), -torch.inf, dtype=memory.dtype, device=memory.device)
-        mask.triu_(segment.start + 1)
-    return Chunk(row, count, context, memory.plane_rows([blocks]), mask)
+    pieces = []
+    for first in range(0, len(segment.tokens), _PIECE_TOKENS):
+        count = min(_PIECE_TOKENS, len(segment.tokens) - first)
+        start, mask = segment.start + first, None
+        if start:
+            mask = torch.full((count, start + count), -torch.inf, dtype=memory.dtype, device=memory.device)
+            mask.triu_(start + 1)
+        pieces.append(Piece(row + first, count, start + count, mask))
+    blocks = segment.blocks[: -(-segment.stop // memory.block_tokens)]
+    return Chunk(memory.plane_rows([blocks]), tuple(pieces))
 
 
 def _decode_groups(segments: Sequence[Segment], memory: KVMemory) -> tuple[DecodeGroup, ...]:

@@ -33,7 +33,7 @@ __all__ = ["Options", "run", "run_golden"]
 NEW_TOKENS = 64
 GOLDEN_INPUTS = (400, 700, 1000, 1400, 1700)
 GOLDEN_OUTPUTS = (100, 100, 150, 100, 1)
-# SmolLM2-135M in float32: 45 KiB a token, so 512 MiB hold about 11,900 tokens; the demo needs a fifth of that.
+# SmolLM2-135M in float32: 45 KiB a token, so 512 MiB hold about 11,900 tokens, five times what is needed.
 ARENA = "512MiB"
 DEVICE_TOKENS = 8192
 
@@ -93,12 +93,20 @@ class _Stage:
             raise engine.failed("the daemon did not accept the engine")
         return engine
 
-    def ask(self, engine: EngineProcess, what: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-        """One request; `reuse` follows --no-cache."""
-        more.setdefault("reuse", "own" if self.options.cache else "none")
-        more.setdefault("max_new_tokens", NEW_TOKENS)
+    def ask(
+        self,
+        engine: EngineProcess,
+        what: str,
+        prompt: Sequence[int],
+        *,
+        reuse: bool = True,
+        new_tokens: int = NEW_TOKENS,
+    ) -> dict[str, Any]:
+        """One request; --no-cache turns reuse off."""
+        kind = "own" if reuse and self.options.cache else "none"
+        request = {"prompt": list(prompt), "reuse": kind, "max_new_tokens": new_tokens}
         with self.console.status(what):
-            return engine.ask("generate", prompt=list(prompt), **more)
+            return engine.ask("generate", request)
 
 
 @contextmanager
@@ -146,30 +154,34 @@ def run(options: Options) -> int:
         tokenizer = Tokenizer(stage.model)
         system = {"role": "system", "content": HANDBOOK}
         prompt = tokenizer.chat([system, {"role": "user", "content": QUESTION}])
-        console.print(f"[bold]One question behind a system prompt of {len(prompt)} tokens[/bold]\n{QUESTION}\n")
+        console.print(
+            f"[bold]One question behind a system prompt of {len(prompt)} tokens[/bold]\n{QUESTION}\n"
+        )
         first = stage.start_engine()
-        stage.ask(first, "warming up", prompt[:64], reuse="none", max_new_tokens=2)
+        stage.ask(first, "warming up", prompt[:64], reuse=False, new_tokens=2)
         cold = stage.ask(first, "answering cold", prompt)
         l2 = stage.ask(first, "answering from L2 (idle device blocks)", prompt)
         settled = first.ask("settle")
         first.end()
         second = stage.start_engine()
-        stage.ask(second, "warming up", prompt[:64], reuse="none", max_new_tokens=2)
+        stage.ask(second, "warming up", prompt[:64], reuse=False, new_tokens=2)
         host = stage.ask(second, "answering from HOST (the engine process is new)", prompt)
         console.print(f"{_text(tokenizer, cold['tokens'])}\n")
         control = _negative_control(stage, second, prompt, host) if options.cache else {}
         chat, chat_reference = _chat(stage, second, tokenizer)
         with console.status("comparing prefill with HF transformers"):
-            speed = second.ask("compare", prompt=prompt, rounds=3)
-    rows = [_Row("cold", cold), _Row("L2", l2, cold), _Row("HOST, new process", host, cold)]
+            speed = second.ask("compare", {"prompt": prompt, "rounds": 3})
+    rows = [_Row("cold", cold), _Row("L2", l2, cold), _Row("HOST", host, cold)]
     rows += [
-        _Row(f"chat, turn {turn + 1}", cached, plain)
+        _Row(f"chat {turn + 1}", cached, plain)
         for turn, (cached, plain) in enumerate(zip(chat, chat_reference, strict=True))
     ]
     console.print(_table(rows))
     result = _verdict(rows, speed, control, settled)
     print(json.dumps(result))
-    return 0 if result["answers_identical"] and (result["negative_control_detected"] or not options.cache) else 1
+    return (
+        0 if result["answers_identical"] and (result["negative_control_detected"] or not options.cache) else 1
+    )
 
 
 def _negative_control(
@@ -194,13 +206,16 @@ def _chat(
     prompt = tokenizer.chat(
         [{"role": "system", "content": CHAT_SYSTEM}, {"role": "user", "content": CHAT_TURNS[0]}]
     )
-    cached, plain = [], []
+    cached: list[dict[str, Any]] = []
+    plain: list[dict[str, Any]] = []
     for turn, question in enumerate(CHAT_TURNS):
         if turn:
             prompt = [*prompt, *_spoken(tokenizer, cached[-1]["tokens"]), *tokenizer.next_turn(question)]
         cached.append(stage.ask(engine, f"chat, turn {turn + 1}", prompt))
-        plain.append(stage.ask(engine, f"chat, turn {turn + 1}, uncached", prompt, reuse="none"))
-        stage.console.print(f"[dim]>[/dim] {question}\n{_text(tokenizer, cached[-1]['tokens'])}\n", highlight=False)
+        plain.append(stage.ask(engine, f"chat, turn {turn + 1}, uncached", prompt, reuse=False))
+        stage.console.print(
+            f"[dim]>[/dim] {question}\n{_text(tokenizer, cached[-1]['tokens'])}\n", highlight=False
+        )
     return cached, plain
 
 
@@ -215,9 +230,12 @@ def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def _table(rows: Sequence[_Row]) -> Table:
-    table = Table(title="time to first token, and where the prompt's KV came from", title_justify="left")
-    for column in ("", "prompt", "GPU (L2)", "HOST", "fresh", "TTFT", "uncached", "speed-up", "same answer"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = (
+        "prompt tokens by where their KV came from, and time to first token (HOST: the engine process is new)"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("", "prompt", "L2", "HOST", "fresh", "TTFT ms", "uncached", "speed-up", "same"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for row in rows:
         report, against = row.report, row.against
         reused = report["reused"]
@@ -227,8 +245,8 @@ def _table(rows: Sequence[_Row]) -> Table:
             str(reused.get("GPU", 0)),
             str(reused.get("HOST", 0)),
             str(report["fresh"]),
-            f"{1000 * report['ttft_s']:.0f} ms",
-            f"{1000 * against['ttft_s']:.0f} ms" if against else "",
+            f"{1000 * report['ttft_s']:.0f}",
+            f"{1000 * against['ttft_s']:.0f}" if against else "",
             f"{against['ttft_s'] / report['ttft_s']:.1f} ×" if against else "",
             ("yes" if report["tokens"] == against["tokens"] else "NO") if against else "",
         )
@@ -241,7 +259,9 @@ def _verdict(
     cold, l2, host = (row.report for row in rows[:3])
     compared = [row for row in rows if row.against is not None]
     return {
-        "answers_identical": all(row.report["tokens"] == row.against["tokens"] for row in compared if row.against),
+        "answers_identical": all(
+            row.report["tokens"] == row.against["tokens"] for row in compared if row.against
+        ),
         "negative_control_detected": bool(control.get("detected")),
         "ttft_cold_over_host": round(cold["ttft_s"] / host["ttft_s"], 2),
         "ttft_cold_over_l2": round(cold["ttft_s"] / l2["ttft_s"], 2),
@@ -304,14 +324,18 @@ def _converse(stage: _Stage, engine: EngineProcess) -> list[dict[str, Any]]:
     reports = []
     for turn, (size, new) in enumerate(zip(options.inputs, options.outputs, strict=True)):
         prompt += random.integers(0, vocab, size - len(prompt)).tolist()
-        report = stage.ask(engine, f"turn {turn + 1}: {size} tokens in, {new} out", prompt, max_new_tokens=new)
+        report = stage.ask(
+            engine, f"turn {turn + 1}: {size} tokens in, {new} out", prompt, new_tokens=new
+        )
         reports.append(report)
         prompt = [*prompt, *report["tokens"]]
     return reports
 
 
-def expected_reuse(inputs: Sequence[int], outputs: Sequence[int], block_tokens: int, *, cache: bool) -> list[int]:
-    """Tokens that each turn can reuse: full blocks of the turn before, whose last sampled token has no KV yet."""
+def expected_reuse(
+    inputs: Sequence[int], outputs: Sequence[int], block_tokens: int, *, cache: bool
+) -> list[int]:
+    """Tokens each turn can reuse: full blocks of the turn before, whose last sampled token has no KV yet."""
     out = [0]
     for size, new in list(zip(inputs, outputs, strict=True))[:-1]:
         out.append((size + new - 1) // block_tokens * block_tokens if cache else 0)

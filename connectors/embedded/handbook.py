@@ -68,6 +68,19 @@ Lost things. Things that were found are kept at the desk for thirty days and the
 police. Last year visitors lost eighty-one umbrellas, forty gloves, nine telephones, three walking
 sticks and one accordion, which was never claimed and now stands in the children's room.
 
+The pier. The north pier is 610 metres long and was built between 1862 and 1869 from granite that came
+by barge from the quarries of Great Orm. Its end is lower than its root, so that at spring tides the
+last forty metres can be under water for an hour; white posts mark the place, and the harbour office
+closes the chain between them in time. Anglers may fish from the seaward side between October and April.
+There are four lamps of cast iron that were once lit with gas and are older than the lighthouse itself;
+the third of them is said to sway before a storm.
+
+Weddings and birthdays. The kitchen of 1905 can be rented in the evening for up to twenty guests, for
+two hundred pounds. Couples may marry in the lamp room on Fridays between May and September, with no
+more than eight guests, because the floor above the lens cannot carry more. Children's birthdays are
+held on Wednesdays and Saturdays in the children's room, cost nine pounds a child, and end with a climb,
+a lantern of paper and a piece of cake.
+
 Manners. Answer in complete sentences. Give prices in pounds. When something is not in this handbook,
 say that the desk will find out by telephone, under the number 2270, and never guess. Wish every visitor
 a safe climb."""

@@ -23,6 +23,9 @@ __all__ = ["DaemonProcess", "EngineProcess", "ProcessFailed"]
 _START_S = 120.0
 _STOP_S = 15.0
 _PR_SET_PDEATHSIG = 1
+# PASSIVE: OpenMP threads that spin while they wait make every step several times slower as soon as anything
+# else wants a core, the daemon and the copy threads included.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class ProcessFailed(RuntimeError):
@@ -46,7 +49,7 @@ class _Child:
                 stdout=stdout,
                 stderr=sink,
                 preexec_fn=_die_with_parent,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+                env={**_ENVIRONMENT, **os.environ},
             )
 
     @property
@@ -120,13 +123,15 @@ class EngineProcess(_Child):
         self._buffer = b""
         self.ready: dict[str, Any] = self._answer(_START_S)
 
-    def ask(self, op: str, timeout_s: float = 600.0, **arguments: object) -> dict[str, Any]:
+    def ask(
+        self, op: str, arguments: Mapping[str, object] | None = None, timeout_s: float = 600.0
+    ) -> dict[str, Any]:
         """One request, one answer.
 
         Raises:
             ProcessFailed: the engine ended, took too long, or reports an error.
         """
-        line = json.dumps({"op": op, **arguments}).encode() + b"\n"
+        line = json.dumps({"op": op, **(arguments or {})}).encode() + b"\n"
         stdin = self._pipe(self.process.stdin)
         try:
             stdin.write(line)

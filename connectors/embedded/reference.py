@@ -20,7 +20,7 @@ class Reference:
         self._model = model
 
     def prefill(self, prompt: Sequence[int]) -> int:
-        """One forward over the whole prompt with a KV cache, logits of the last token only; its greedy token."""
+        """The greedy next token: one forward over the prompt with a KV cache, last logits only."""
         with torch.inference_mode():
             out = self._model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())

@@ -1,6 +1,6 @@
 """The embedded engine as a process: one line of JSON asks, one line answers.
 
-    {"op": "generate", "prompt": [ids], "max_new_tokens": 64, "reuse": "own"}  → {"tokens": […], "reused": {…}, …}
+    {"op": "generate", "prompt": [ids], "max_new_tokens": 64, "reuse": "own"}
     {"op": "flip"}     invert one cell of the blocks that the last load restored; again: invert it back
     {"op": "settle"}   wait until every save is on HOST
     {"op": "compare"}  prefill speed of this engine and of HF transformers, alternating
@@ -60,7 +60,9 @@ class Worker:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._path = Path(config.model)
-        self._model: Model = load_model(self._path, blocks=config.blocks + 1, block_tokens=config.block_tokens)
+        self._model: Model = load_model(
+            self._path, blocks=config.blocks + 1, block_tokens=config.block_tokens
+        )
         memory = self._model.memory
         self._tables: StoreTables = connect(
             config.socket,
@@ -170,7 +172,9 @@ def main() -> None:
     worker = Worker(config)
     try:
         attached = worker.wait_attached()
-        replies.write(json.dumps({"ready": attached, "pid": os.getpid(), "threads": torch.get_num_threads()}) + "\n")
+        replies.write(
+            json.dumps({"ready": attached, "pid": os.getpid(), "threads": torch.get_num_threads()}) + "\n"
+        )
         for line in sys.stdin:
             ask = json.loads(line)
             if ask["op"] == "quit":

@@ -11,6 +11,7 @@ alink, tasks, aio                    driven by an event loop
 
 from __future__ import annotations
 
+from kvstore._native import PagedLayout
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave
@@ -40,6 +41,7 @@ __all__ = [
     "Limits",
     "Load",
     "LoadResult",
+    "PagedLayout",
     "PoolSpec",
     "Reservation",
     "Role",

@@ -74,6 +74,7 @@ class AsyncClient(Face):
         if self._closed:
             return
         self._closed = core.closing = True
+        core.stop_attaching()
         self._tasks.wake()
         await self._upkeep
         while self._tasks.active:

@@ -56,7 +56,11 @@ def attach(core: Core) -> Op[Attachment]:
     """
     link = cast(Link, (yield Connect(core.setup.clock.now() + core.setup.limits.attach_s)))
     arena: Arena | None = None
+    welcome: Attached | None = None
+    core.attaching = link
     try:
+        if core.closing:
+            raise Unavailable("closing")
         welcome = yield from ask(core, link, _hello(core), Attached, _deadline(core))
         _check(core, link, welcome)
         if core.generation and core.setup.copies:
@@ -75,11 +79,15 @@ def attach(core: Core) -> Op[Attachment]:
     except Exception:  # whatever it was: nothing of a half attach may stay
         if core.copier is not None:
             yield from _join(core)
+            if welcome is not None:  # the slot of a proof that failed must not wait for our process to end
+                yield from _say_quiesced(core, link)
         if arena is not None:
             arena.close()
         close_fds(link.take_fds())
         link.close()
         raise
+    finally:
+        core.attaching = None
     link.on_notice = core.on_notice
     return Attachment(
         core.generation + 1,
@@ -116,14 +124,19 @@ def detach(core: Core, attachment: Attachment) -> Op[None]:
     link = attachment.link
     if core.copier is not None:
         yield from _join(core)
+    yield from _say_quiesced(core, link)
+    if attachment.arena is not None:
+        attachment.arena.close()
+    link.close()
+
+
+def _say_quiesced(core: Core, link: Link) -> Op[None]:
+    """Nothing of ours can write any more: say so if the daemon can still hear it."""
     if not link.dead:
         try:
             yield Call(link, Quiesced(), core.call_deadline())
         except KVStoreError as error:
             link.fail(str(error))
-    if attachment.arena is not None:
-        attachment.arena.close()
-    link.close()
 
 
 def _join(core: Core) -> Op[None]:

@@ -119,6 +119,7 @@ class Core:
         self.counters = Counters()
         self.lock = threading.Lock()
         self.attachment: Attachment | None = None
+        self.attaching: Link | None = None  # of an attach under way: failing it ends the attach early
         self.generation = 0
         self.engine = setup.engine
         self.refusal: KVStoreError | None = None
@@ -133,6 +134,12 @@ class Core:
         self.slot_pages = layout.slot_bytes // _native.PAGE_BYTES if layout else 1
         self.format = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes) if layout else None
         self.copier = Copier(setup.copy_threads) if setup.copies else None
+
+    def stop_attaching(self) -> None:
+        """The client closes: an attach that waits for a daemon must not hold it up."""
+        link = self.attaching
+        if link is not None:
+            link.fail("closing")
 
     def call_deadline(self) -> float:
         """Now + `limits.call_s`."""

@@ -50,7 +50,7 @@ def lookup(core: Core, chain: KeyChain, blocks: int | None) -> Op[LookupResult]:
             # What an earlier trip found unknown stays unknown: the gap only shrinks.
             gap_stop = min(found.gap_stop, trip.gap_stop)
             # Blocks beyond a hollow node (known > blocks) cannot lengthen the match.
-            if found.busy or gap_stop - found.known <= 1 or found.known > found.blocks:
+            if found.busy or gap_stop <= found.known or found.known > found.blocks:
                 break
             trip = _Trip(lease, n, gap_stop, np.arange(found.known, gap_stop, dtype=np.uint32))
         if found.busy:

@@ -74,6 +74,7 @@ class Client(Face):
         if self._closed:
             return
         self._closed = core.closing = True
+        core.stop_attaching()
         self._threads.wake()
         self._thread.join()
         for pending in list(self._threads.active):

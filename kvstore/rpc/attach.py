@@ -61,7 +61,7 @@ def caller_of(store: Store, ask: Attach, session: int) -> tuple[Caller, dict[str
     group = store.group_of(ask.tenants)
     slab = store.config.host.slab_bytes
     if layout.slot_bytes > slab:
-        raise LimitExceeded(
+        raise Refused(
             f"layout: a block needs {layout.slot_bytes} bytes, host.slab_bytes is {slab}; raise it in the "
             "daemon's configuration or use smaller blocks"
         )
@@ -102,6 +102,7 @@ class Proof:
     slot: int
     seed: bytes
     token: int
+    stored: bool = False
     published: bool = False
 
     @staticmethod
@@ -112,6 +113,7 @@ class Proof:
             LimitExceeded: the arena has no slot to spare now; try again later.
         """
         group = caller.group
+        group.check_room_for_filling(caller)
         root, key = group.index.root(store.epoch + store.epoch), os.urandom(32)
         keys = np.frombuffer(key, np.uint8).reshape(1, 32)
         got = group.host.reserve(root, keys, caller.shape, store.clock.now(), store.config.daemon.stall_s)
@@ -131,6 +133,7 @@ class Proof:
             LayoutRefused: a cell is not where the layout says, or not what was written.
         """
         caller, shape = self.caller, self.caller.shape
+        self.stored = True
         view = self.group.arena.view(self.slot, shape.length)
         table = view[shape.table_offset :].view(np.uint32)
         seed = os.urandom(16)
@@ -154,7 +157,11 @@ class Proof:
         return seed
 
     def end(self) -> None:
-        """Give the slot back, however far the proof came."""
+        """Give the slot back, unless the client may still be writing to it: then its process decides."""
         if self.published:
             self.group.host.forget(self.node)
-            self.group.record_changes()
+        elif self.stored:  # it said that its store is done, and failed: a retry must not cost another slot
+            filling = self.group.fillings.get(self.caller.engine.id, self.token)
+            self.group.host.abort(filling.nodes, filling.slots)
+            self.group.end_filling(filling)
+        self.group.record_changes()

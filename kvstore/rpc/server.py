@@ -12,7 +12,6 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -24,7 +23,7 @@ from kvstore.rpc.connection import Connection
 from kvstore.rpc.session import Session
 from kvstore.store import Store
 
-__all__ = ["Peer", "SessionServer"]
+__all__ = ["Peer", "SessionServer", "free_path"]
 
 log = structlog.get_logger()
 
@@ -38,15 +37,16 @@ class Peer:
     """The process at the other end of a session, watched until nothing depends on it.
 
     Args:
-        done: called once, when the watch ends.
+        watched: all peers of the daemon; this one is in it until its watch ends.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, session: int, done: Callable[[Peer], None]
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, session: int, watched: set[Peer]
     ) -> None:
         self._loop = loop
         self._session = session
-        self._done = done
+        self._watched = watched
+        watched.add(self)
         self._caller: Caller | None = None
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid, self.uid, _ = struct.unpack("3i", raw)
@@ -85,7 +85,23 @@ class Peer:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
-        self._done(self)
+        self._watched.discard(self)
+
+    def quiesced(self, caller: Caller) -> int:
+        """This process says that all its copies are joined: also those of its sessions that closed before.
+
+        Returns:
+            Fillings that were freed.
+        """
+        freed = engines.writer_gone(caller.group, caller.engine, self._session)
+        for peer in list(self._watched):
+            earlier = peer._caller
+            # A pid names the same process as long as its pidfd has not fired.
+            if earlier is None or peer.connection is not None or peer.pid != self.pid:
+                continue
+            freed += engines.writer_gone(earlier.group, earlier.engine, peer._session)
+            peer.close()
+        return freed
 
 
 def _peer_pidfd(sock: socket.socket) -> int:
@@ -117,7 +133,7 @@ class SessionServer:
         Raises:
             ConfigError: the path is in use by a living daemon, or cannot be bound.
         """
-        _remove_dead_socket(self._path)
+        free_path(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         previous = os.umask(0o777 & ~self._config.socket_mode)
         try:
@@ -161,7 +177,7 @@ class SessionServer:
     def _welcome(self, sock: socket.socket) -> None:
         self._last_number += 1
         number = self._last_number
-        peer = Peer(self._loop, sock, number, self._peers.discard)
+        peer = Peer(self._loop, sock, number, self._peers)
         session = Session(self._store, number, peer)
         timer = self._loop.call_later(self._config.attach_timeout_s, self._too_silent, number)
 
@@ -174,7 +190,6 @@ class SessionServer:
         connection = Connection(self._loop, sock, session.on_frame, closed)
         session.connection = peer.connection = connection
         self._sessions[number] = session
-        self._peers.add(peer)
 
     def _too_silent(self, number: int) -> None:
         session = self._sessions[number]
@@ -197,8 +212,12 @@ class SessionServer:
             peer.close()
 
 
-def _remove_dead_socket(path: Path) -> None:
-    """Remove a socket that nobody listens on; refuse anything else at that path."""
+def free_path(path: Path) -> None:
+    """Remove a socket that nobody listens on.
+
+    Raises:
+        ConfigError: a daemon listens there, or it is something else.
+    """
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):

@@ -64,19 +64,26 @@ class Session:
             self._refuse(0, BadRequest(f"frame: {error}"))
             return
         fds: tuple[int, ...] = ()
+        body: m.Reply
         try:
             if isinstance(frame.body, m.Attach):
                 body, fds = self._attach(frame.body)
             else:
                 body = self._answer(frame.body)
         except LayoutRefused as error:
-            self._end_proof()
-            body = _failed(error)
+            self._refuse(frame.id, error)
+            return
         except KVStoreError as error:
             if self.caller is None and not self.tool:
                 self._refuse(frame.id, error)
                 return
             body = _failed(error)
+        except Exception as error:  # a bug of ours costs one session, not the daemon
+            log.exception("bug", session=self.number, message=type(frame.body).__name__)
+            self._refuse(
+                frame.id, KVStoreError(f"internal error: {type(error).__name__}; see the daemon's log")
+            )
+            return
         self._reply(frame.id, body, fds)
 
     def _answer(self, body: Any) -> m.Reply:
@@ -256,7 +263,7 @@ class Session:
 
     def _quiesced(self, caller: Caller, _: m.Quiesced) -> m.Done:
         self._end_proof()
-        engines.writer_gone(caller.group, caller.engine, caller.session)
+        self.peer.quiesced(caller)
         return m.Done()
 
     def _status(self, _: m.Status) -> m.StatusReport:

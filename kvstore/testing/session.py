@@ -29,13 +29,11 @@ class Found:
         match: the store's last answer.
         blocks: length of the match.
         trips: 1 or 2.
-        undecided: blocks after the match that were not asked about (at most 1).
     """
 
     match: Match
     blocks: int
     trips: int
-    undecided: int
 
     @property
     def lease(self) -> Lease:
@@ -82,7 +80,7 @@ class SessionDriver:
     # ---- reading -----------------------------------------------------------------------------------------
 
     def lookup(self, chain: KeyChain) -> Found:
-        """Ask as a client does: √n keys first, the keys of the gap only if it is wider than one block.
+        """Ask as a client does: √n keys first, then the keys of the gap.
 
         Raises:
             AssertionError: the store's digest is not that of this chain's keys.
@@ -91,15 +89,15 @@ class SessionDriver:
         positions = probe_positions(len(chain))
         match = self.store.lookup(self.caller, chain.root, len(chain), positions, chain.keys[positions])
         trips = 1
-        if match.lease is not None and match.gap_stop - match.known > 1:
+        if match.lease is not None and match.gap_stop > match.known:
             gap = np.arange(match.known, match.gap_stop, dtype=np.uint32)
             match = self.store.extend(self.caller, match.lease.id, gap, chain.keys[gap])
             trips = 2
         if match.lease is None:
-            return Found(match, 0, trips, match.gap_stop - match.known)
+            return Found(match, 0, trips)
         blocks = len(match.lease.nodes)
         assert match.digest == chain.digest(blocks), "the store walked another chain"
-        return Found(match, blocks, trips, match.gap_stop - match.known)
+        return Found(match, blocks, trips)
 
     def faults(self, lease: Lease, chain: KeyChain) -> list[str]:
         """Load every HOST block of a lease and compare; what is wrong, [] when nothing is."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore._native import NONE, Allocation, DevicePool, HostPool, Index, Walk
+from kvstore._native import KEYS_MAX, NONE, Allocation, DevicePool, HostPool, Index, Walk
 from kvstore.errors import BadRequest
 from kvstore.types import Tier
 
@@ -28,6 +28,11 @@ def _whole(keys: NDArray[np.uint8]) -> NDArray[np.bytes_]:
 def _rows(keys: NDArray[np.bytes_]) -> NDArray[np.uint8]:
     """(n,) keys as (n, 32) bytes."""
     return np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 32)
+
+
+def _parts(blocks: NDArray[np.uint32]) -> list[NDArray[np.uint32]]:
+    """A table in pieces that one native call takes."""
+    return [blocks[start : start + KEYS_MAX] for start in range(0, len(blocks), KEYS_MAX)]
 
 
 def _check_blocks(blocks: int, idle_max: int) -> None:
@@ -69,11 +74,13 @@ class OwnedPool:
 
     def pin(self, blocks: NDArray[np.uint32]) -> None:
         """L2 → L1 (or one user more)."""
-        self._pool.pin(blocks)
+        for part in _parts(blocks):
+            self._pool.pin(part)
 
     def unpin(self, blocks: NDArray[np.uint32]) -> None:
         """L1 → L2, or free when the block was never committed."""
-        self._pool.unpin(blocks)
+        for part in _parts(blocks):
+            self._pool.unpin(part)
 
     def allocate(self, wanted: int) -> Allocation:
         """Fresh pinned blocks, evicting idle ones; may ask for demotions first (see the native stub)."""

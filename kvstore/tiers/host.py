@@ -41,7 +41,8 @@ class HostTier:
 
     def readable(self, nodes: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """(n,) whether each node's bytes are readable here."""
-        return self._pool.slots(nodes) != NONE
+        ready: NDArray[np.bool_] = self._pool.slots(nodes) != NONE
+        return ready
 
     def leading(self, nodes: NDArray[np.uint32]) -> int:
         """How many of the first nodes are readable here without a gap."""
@@ -49,7 +50,7 @@ class HostTier:
         return int(absent[0]) if len(absent) else len(nodes)
 
     def missing(self, node: int) -> NDArray[np.uint32]:
-        """The chain that ends in `node`, from the first block that HOST lacks, in chain order."""
+        """The blocks that HOST lacks above and including `node`, up to the nearest it has, in chain order."""
         return self._pool.missing(node)
 
     def keys(self) -> NDArray[np.uint8]:

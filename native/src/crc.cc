@@ -87,7 +87,8 @@ void copy_bytes(void* target, const void* source, std::size_t n, Stores stores) 
   if (stores == Stores::kStream && reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
     for (; n >= 64; n -= 64, to += 64, from += 64) {
       for (int i = 0; i < 4; ++i)
-        _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i,
+                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
     }
   }
   if (n > 0) std::memcpy(to, from, n);

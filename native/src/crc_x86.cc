@@ -24,7 +24,7 @@ constexpr std::size_t kLine = 64;
 
 // The hardware prefetcher stops at a page's end and needs a few lines to start again, which short cells pay
 // for over and over. Reaching past the end is harmless: a block's next cell lies there.
-constexpr std::size_t kAhead = 2048;
+constexpr std::size_t kAhead = 1024;
 
 KV_FORCE void prefetch(const std::uint8_t* source) {
   _mm_prefetch(reinterpret_cast<const char*>(source + kAhead), _MM_HINT_T0);
@@ -147,7 +147,8 @@ KV_PCLMUL KV_FORCE __m128i take128(std::uint8_t* target, const std::uint8_t* sou
 }
 
 template <Mode M>
-KV_PCLMUL std::uint32_t pclmul128(std::uint32_t state, std::uint8_t* target, const std::uint8_t* source, std::size_t n) {
+KV_PCLMUL std::uint32_t pclmul128(std::uint32_t state, std::uint8_t* target, const std::uint8_t* source,
+                                  std::size_t n) {
   constexpr std::size_t advance = M == Mode::kSum ? 0 : 1;
   if constexpr (M == Mode::kStream) {
     const std::size_t head = to_line(target, n);

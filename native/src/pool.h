@@ -75,7 +75,7 @@ class HostPool final : public Place {
   std::size_t match(const Walk& walk) const noexcept;
   std::vector<SlotId> slots(std::span<const NodeId> nodes) const;
   void touch(NodeId node);
-  // The chain that ends in node, from the first block without READY bytes here, in chain order.
+  // The blocks above and including node without READY bytes here, up to the nearest that has, chain order.
   std::vector<NodeId> missing(NodeId node) const;
   // Every node with READY bytes: O(slots), for snapshots.
   std::vector<NodeId> ready_nodes() const;

@@ -64,7 +64,8 @@ struct Paged {
       const std::uint8_t* base = memory[layer * layout.planes + plane].data();
       for (std::uint32_t piece = 0; piece < layout.pieces; ++piece)
         for (std::size_t i = 0; i < layout.piece_bytes; ++i)
-          bytes.push_back(base[block * layout.block_stride + head * layout.head_stride + piece * layout.piece_stride + i]);
+          bytes.push_back(base[block * layout.block_stride + head * layout.head_stride +
+                               piece * layout.piece_stride + i]);
     }
     return bytes;
   }

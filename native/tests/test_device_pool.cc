@@ -1,9 +1,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <map>
 #include <memory>
-#include <set>
 
 #include "device_pool.h"
 #include "kit.h"
@@ -12,7 +10,6 @@ using namespace kv;
 using test::format_of_pages;
 using test::key_of;
 using test::keys_of;
-using test::Random;
 
 namespace {
 
@@ -73,6 +70,7 @@ TEST_CASE("device pool: mapped, idle, free") {
   const Walk walk = f.index.walk(key_of(0), 4, {&position, 1}, {&keys[2], 1});
   CHECK(f.pool->match(walk) == 3);
   CHECK(f.pool->blocks_of(walk.nodes) == b);
+  CHECK(f.pool->indexed_nodes() == walk.nodes);
   CHECK(f.pool->take_stored() == keys_of(1, 3));
   CHECK(f.pool->take_removed().empty());
   f.check();
@@ -216,6 +214,15 @@ TEST_CASE("device pool: adopt, close, and what is refused") {
   p.close();
 }
 
+TEST_CASE("device pool: room for nodes never costs the host copies of the chain itself") {
+  Fixture f(8, true, 3);
+  f.save(f.root, keys_of(1, 2));
+  const Blocks b = f.pool->allocate(4).blocks;
+  CHECK(f.pool->commit(b, f.root, keys_of(1, 4)) == std::vector<std::uint8_t>{1, 1, 1, 0});
+  CHECK(f.host->counts().ready == 2);
+  f.check();
+}
+
 TEST_CASE("device pool: a full index makes room on the host, or the block stays private") {
   Fixture f(8, true, 4);
   f.save(f.root, keys_of(10, 4));
@@ -227,203 +234,4 @@ TEST_CASE("device pool: a full index makes room on the host, or the block stays 
   const Blocks more = f.pool->allocate(3).blocks;
   CHECK(f.pool->commit(more, f.index.find(key_of(22)), keys_of(30, 3)) == std::vector<std::uint8_t>{1, 0, 0});
   f.check();
-}
-
-namespace {
-
-using Name = std::uint32_t;
-
-// A naive twin over a fixed forest of names; the parent of a name is smaller, 0 is the root.
-struct NaiveDevice {
-  struct B {
-    int state = 0;  // 0 free, 1 used, 2 draining
-    Name name = 0;
-    std::uint32_t pins = 0;
-    std::uint64_t stamp = 0;
-  };
-  std::vector<Name> parent;
-  std::vector<B> blocks;
-  std::set<Name> host, index_pins;
-  std::uint64_t clock = 0;
-
-  BlockId block_of(Name name) const {
-    for (BlockId b = 0; b < blocks.size(); ++b)
-      if (name != 0 && blocks[b].state == 1 && blocks[b].name == name) return b;
-    return kNone;
-  }
-  std::size_t count(int state) const {
-    return static_cast<std::size_t>(std::count_if(blocks.begin(), blocks.end(), [&](auto& b) { return b.state == state; }));
-  }
-  std::size_t idle() const {
-    return static_cast<std::size_t>(
-        std::count_if(blocks.begin(), blocks.end(), [](auto& b) { return b.state == 1 && b.pins == 0; }));
-  }
-  // The oldest idle leaf leaves; kNone if there is none. Sets draining if its bytes are nowhere else.
-  BlockId evict(bool& draining) {
-    BlockId found = kNone;
-    for (BlockId b = 0; b < blocks.size(); ++b) {
-      const B& x = blocks[b];
-      if (x.state != 1 || x.pins > 0 || x.name == 0 || index_pins.contains(x.name)) continue;
-      const bool child = std::any_of(blocks.begin(), blocks.end(), [&](auto& y) {
-        return y.state == 1 && y.name != 0 && parent[y.name] == x.name;
-      });
-      if (!child && (found == kNone || x.stamp < blocks[found].stamp)) found = b;
-    }
-    if (found == kNone) return kNone;
-    leave(found);
-    draining = !host.contains(blocks[found].name);
-    if (draining)
-      blocks[found].state = 2;
-    else
-      blocks[found] = B{};
-    return found;
-  }
-  void leave(BlockId block) {
-    const BlockId up = block_of(parent[blocks[block].name]);
-    if (up != kNone) blocks[up].stamp = std::max(blocks[up].stamp, blocks[block].stamp);
-  }
-};
-
-}  // namespace
-
-TEST_CASE("device pool model: same victims and answers as the naive twin") {
-  constexpr Name names = 40;
-  for (std::uint64_t seed = 1; seed <= 25; ++seed) {
-    CAPTURE(seed);
-    Random random(seed);
-    Fixture f(14, true);
-    NaiveDevice naive;
-    naive.blocks.resize(14);
-    naive.parent = {0};
-    for (Name name = 1; name < names; ++name)
-      naive.parent.push_back(random.chance(75) ? name - 1 : random.below(name));
-    const auto path = [&](Name name) {
-      std::vector<Name> out;
-      for (; name != 0; name = naive.parent[name]) out.insert(out.begin(), name);
-      return out;
-    };
-    const auto node = [&](Name name) { return f.index.find(key_of(name)); };
-    for (int step = 0; step < 500; ++step) {
-      CAPTURE(step);
-      const Name name = 1 + random.below(names - 1);
-      const BlockId block = random.below(14);
-      switch (random.below(9)) {
-        case 0:
-        case 1: {
-          const std::size_t wanted = 1 + random.below(4);
-          const Allocation a = f.pool->allocate(wanted);
-          Blocks draining;
-          if (naive.count(0) + naive.idle() + naive.count(2) >= wanted)
-            while (naive.count(0) + draining.size() < wanted) {
-              bool drains = false;
-              const BlockId victim = naive.evict(drains);
-              if (victim == kNone) break;
-              if (drains) draining.push_back(victim);
-            }
-          REQUIRE(a.draining == draining);
-          REQUIRE(a.blocks.size() == (naive.count(0) >= wanted ? wanted : 0));
-          for (BlockId b : a.blocks) {
-            REQUIRE(naive.blocks[b].state == 0);
-            naive.blocks[b] = {1, 0, 1, naive.blocks[b].stamp};
-          }
-          break;
-        }
-        case 2: {  // a chain gets the private blocks there are
-          std::vector<Name> chain = path(name);
-          Blocks blocks;
-          for (BlockId b = 0; b < 14; ++b)
-            if (naive.blocks[b].state == 1 && naive.blocks[b].name == 0 && blocks.size() < chain.size()) blocks.push_back(b);
-          chain.resize(blocks.size());
-          std::vector<Key> keys;
-          for (Name n : chain) keys.push_back(key_of(n));
-          const auto indexed = f.pool->commit(blocks, f.root, keys);
-          for (std::size_t i = 0; i < chain.size(); ++i) {
-            const Name up = naive.parent[chain[i]];
-            const bool links = naive.block_of(chain[i]) == kNone && (up == 0 || naive.block_of(up) != kNone);
-            REQUIRE(indexed[i] == links);
-            if (links) naive.blocks[blocks[i]].name = chain[i];
-          }
-          break;
-        }
-        case 3: {
-          if (naive.blocks[block].state != 1) {
-            CHECK_THROWS_AS(f.pool->pin(Blocks{block}), Invalid);
-            break;
-          }
-          f.pool->pin(Blocks{block});
-          ++naive.blocks[block].pins;
-          break;
-        }
-        case 4: {
-          auto& b = naive.blocks[block];
-          if (b.pins == 0) {
-            CHECK_THROWS_AS(f.pool->unpin(Blocks{block}), Invalid);
-            break;
-          }
-          f.pool->unpin(Blocks{block});
-          if (--b.pins > 0) break;
-          if (b.name == 0)
-            b = {};
-          else
-            b.stamp = ++naive.clock;
-          break;
-        }
-        case 5: {  // touches
-          if (naive.block_of(name) == kNone) break;
-          f.pool->touch(node(name));
-          naive.blocks[naive.block_of(name)].stamp = ++naive.clock;
-          break;
-        }
-        case 6: {  // rot, or a drained block
-          if (naive.blocks[block].state == 2) {
-            f.pool->drained(Blocks{block});
-            naive.blocks[block] = {};
-            break;
-          }
-          if (random.chance(70)) break;
-          const BlockId held = naive.block_of(name);
-          REQUIRE(f.pool->drop(node(name)) == (held != kNone));
-          if (held == kNone) break;
-          naive.leave(held);
-          naive.blocks[held].name = 0;
-          if (naive.blocks[held].pins == 0) naive.blocks[held] = {};
-          break;
-        }
-        case 7: {  // the host gains or loses a copy
-          if (naive.host.contains(name)) {
-            if (!random.chance(50)) break;
-            REQUIRE(f.host->drop(node(name)));
-            naive.host.erase(name);
-          } else if (naive.host.size() < 8 && node(name) != kNone && !naive.index_pins.contains(name)) {
-            const Name up = naive.parent[name];
-            if (up != 0 && !naive.host.contains(up)) break;
-            f.save(up == 0 ? f.root : node(up), {key_of(name)});
-            naive.host.insert(name);
-          }
-          break;
-        }
-        default: {
-          if (node(name) == kNone) break;
-          if (naive.index_pins.erase(name) == 1) {
-            f.index.unpin(node(name));
-          } else if (naive.host.empty()) {
-            f.index.pin(node(name));
-            naive.index_pins.insert(name);
-          }
-        }
-      }
-      f.check();
-      const DeviceCounts c = f.pool->counts();
-      REQUIRE(c.free == naive.count(0));
-      REQUIRE(c.idle == naive.idle());
-      REQUIRE(c.draining == naive.count(2));
-      for (Name n = 1; n < names; ++n) {
-        const NodeId id = node(n);
-        const BlockId held = id == kNone ? kNone : f.pool->blocks_of(std::vector<NodeId>{id})[0];
-        REQUIRE(held == naive.block_of(n));
-      }
-    }
-    f.pool->close();
-    f.check();
-  }
 }

@@ -304,6 +304,23 @@ TEST_CASE("pool: rot without readers frees at once, and a later save fills the h
   f.check();
 }
 
+TEST_CASE("pool: what a chain misses, what is ready, and bytes that nobody misses") {
+  Fixture f;
+  const auto a = f.save(f.root, keys_of(100, 4));
+  CHECK(f.pool.missing(a[3]).empty());
+  CHECK(f.pool.drop(a[1]));
+  CHECK(f.pool.forget(a[3]));  // a leaf: its node goes as well
+  CHECK(!f.pool.forget(a[3]));
+  f.check();
+  CHECK(f.pool.take_dropped().rot == 1);
+  CHECK(f.pool.missing(a[1]) == std::vector<NodeId>{a[1]});
+  CHECK(f.pool.missing(a[2]).empty());
+  CHECK(f.pool.missing(f.root).empty());
+  CHECK(f.pool.ready_nodes() == std::vector<NodeId>{a[0], a[2]});
+  CHECK_THROWS_AS(f.pool.missing(a[3]), Invalid);
+  CHECK(f.pool.take_removed().size() == 2);
+}
+
 TEST_CASE("pool: the uses of a leaf were uses of its chain, also when the leaf rots") {
   Fixture f;
   const auto a = f.save(f.root, keys_of(100, 2)), b = f.save(f.root, keys_of(200, 1));

@@ -94,7 +94,7 @@ struct Life {
     naive.nodes[0].exists = true;
     index.root(key_of(0));
     for (Name name = 1; name < 40; ++name)  // chains with forks, up to about a dozen deep
-      naive.parent.push_back(random.chance(75) ? name - 1 : random.below(name));
+      naive.parent.push_back(random.chance(60) ? name - 1 : random.below(name));
     for (Name name = 1; name < 40; ++name) naive.nodes[name];
   }
 
@@ -244,7 +244,7 @@ struct Life {
   }
 
   void step() {
-    switch (random.below(10)) {
+    switch (random.below(13)) {
       case 0:
       case 1:
       case 2: return reserve();
@@ -296,7 +296,7 @@ struct Life {
 }  // namespace
 
 TEST_CASE("pool model: same victims and answers as the naive twin") {
-  for (std::uint64_t seed = 1; seed <= 25; ++seed) {
+  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
     CAPTURE(seed);
     Life life(seed);
     for (int step = 0; step < 400; ++step) {

@@ -328,7 +328,7 @@ ARRIVALS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     mix=st.lists(ARRIVALS, min_size=1, max_size=8),
     blocks=st.integers(8, 20),

@@ -28,7 +28,7 @@ LAYOUTS = (small_layout(), small_layout(head_dim=2048))  # 15 and 7 slots to a s
 WHOLE, LEFT, RIGHT = Part(0, 2, 0, 2), Part(0, 2, 0, 1), Part(0, 2, 1, 1)
 
 # A chain: which family of prompts, how many blocks, and from which block on it goes its own way.
-CHAINS = st.tuples(st.integers(0, 1), st.integers(1, 12), st.integers(0, 12))
+CHAINS = st.tuples(st.integers(0, 1), st.integers(1, 18), st.integers(0, 18))
 PICK = st.integers(0, 1 << 16)
 
 
@@ -42,16 +42,17 @@ def rows(chain: KeyChain, start: int = 0, stop: int | None = None) -> list[bytes
     return [key.tobytes() for key in chain.keys[start:stop]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
     """A lease that a session holds."""
 
     session: SessionDriver
     chain: KeyChain
     lease: Lease
+    blocks: int = 0  # of the match
 
 
-@dataclass
+@dataclass(eq=False)
 class Open:
     """A filling that was reserved and neither published nor aborted."""
 
@@ -70,8 +71,8 @@ class Open:
 class World:
     """One store and everything that is going on in it."""
 
-    def __init__(self) -> None:
-        self.driver = StoreDriver(small_config(tenants=TENANTS))
+    def __init__(self, slabs: int) -> None:
+        self.driver = StoreDriver(small_config(capacity_bytes=slabs << 21, tenants=TENANTS))
         self.store = self.driver.store
         self.group = self.driver.group("red")
         self.sessions: list[SessionDriver] = []
@@ -108,12 +109,18 @@ class World:
         """Keys whose bytes must not be evicted now."""
         out: set[bytes] = set()
         for held in self.held:
-            if held.lease.pinned != NONE:
-                pinned = np.array([held.lease.pinned], np.uint32)
-                out |= self.above(self.group.index.keys(pinned).tobytes())
+            out |= self.kept_by(held)
         for filling in self.open:
             out |= {k for key in filling.wanted() for k in self.above(key)}
         return out
+
+    def kept_by(self, held: Held) -> set[bytes]:
+        """What a lease's pin keeps: at least its match, more once its table was committed."""
+        match = set(rows(held.chain, 0, held.blocks))
+        if held.lease.pinned == NONE:
+            return match
+        pinned = np.array([held.lease.pinned], np.uint32)
+        return match | self.above(self.group.index.keys(pinned).tobytes())
 
     def filled_since(self, key: bytes) -> float | None:
         """When the newest open filling of a key was handed out."""
@@ -125,6 +132,22 @@ class World:
 
     def leading(self, chain: KeyChain) -> int:
         return self.host.match(chain.root, rows(chain))
+
+    def would_be_ready(self, keys: list[bytes]) -> set[bytes]:
+        """Keys that publishing makes readable: not so before, and their parent is."""
+        fresh: set[bytes] = set()
+        for key in keys:
+            parent = self.parent[key]
+            above = parent not in self.parent or self.readable(parent) or parent in fresh
+            if above and not self.readable(key):
+                fresh.add(key)
+        return fresh
+
+    def silent(self) -> int:
+        """Leases without a table whose session has been silent for too long."""
+        now, limit = self.driver.clock.now(), self.driver.config.daemon.stale_after_s
+        loose = [h for h in self.held if not len(h.lease.table)]
+        return sum(now - h.session.caller.heard_s > limit for h in loose)
 
     # ---- events ------------------------------------------------------------------------------------------
 
@@ -190,7 +213,13 @@ class World:
         self.check_bytes()
         self.check_prefixes()
         for held in self.held:
-            host = rows(held.chain, 0, held.lease.host)
+            # A table's first blocks are its device hits; HOST may lack those.
+            first = held.lease.device if len(held.lease.table) else 0
+            host = rows(held.chain, first, held.lease.host)
+            if held.blocks:
+                pinned = np.array([held.lease.pinned], np.uint32)
+                above = self.above(self.group.index.keys(pinned).tobytes())
+                assert above >= set(rows(held.chain, 0, held.blocks)), "a pin above the match"
             assert all(self.readable(key) or key in self.hollow for key in host), "a lease lost its bytes"
 
     def check_bytes(self) -> None:

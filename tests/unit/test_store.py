@@ -43,8 +43,7 @@ def test_a_prefix_of_any_length_is_found_within_two_trips(driver: StoreDriver, s
     session.save(chain, 0, saved)
     found = session.lookup(chain)
     assert found.trips <= 2
-    # A gap of one block is not worth a trip (LAWS C13), so one block may stay undecided.
-    assert found.blocks == saved or (found.blocks == saved - 1 and found.undecided == 1)
+    assert found.blocks == saved
 
 
 def test_a_growing_conversation_needs_one_trip(session: SessionDriver) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.config import TenantConfig
-from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Refused
+from kvstore.errors import BadRequest, KVStoreError, Refused
 from kvstore.testing import SessionDriver, StoreDriver, small_config, small_layout
 from kvstore.types import Reuse
 
@@ -90,5 +90,5 @@ def test_another_model_or_layout_is_another_namespace(driver: StoreDriver, sessi
 
 
 def test_a_block_must_fit_a_slab(driver: StoreDriver) -> None:
-    with pytest.raises(LimitExceeded, match=r"host\.slab_bytes"):
+    with pytest.raises(Refused, match=r"host\.slab_bytes"):
         driver.attach(layout=small_layout(head_dim=8192, layers=8))

@@ -344,6 +344,13 @@ def test_blocks_are_checked_before_a_load(daemon: ScriptedDaemon, make: Maker) -
         with pytest.raises(BadRequest, match="blocks"):
             client.load(hit, np.array(wrong))
     assert client.load(hit, np.array([1, 2], np.int64)).wait(WAIT_S).good == 2
+    for start, stop in ((0, 1), (1, 3)):  # a table's load range with slots of another
+        plan = dataclasses.replace(hit.plan, load_start=start, load_stop=stop)
+        with pytest.raises(BadRequest, match="slots"):
+            client.load(dataclasses.replace(hit, plan=plan), np.arange(1, 1 + stop - start))
+    plan = dataclasses.replace(hit.plan, load_start=1)
+    tail = dataclasses.replace(hit, plan=plan, slots=hit.slots[1:])
+    assert client.load(tail, np.array([5])).wait(WAIT_S).good == 1
 
 
 def test_an_empty_load_is_done_at_once(daemon: ScriptedDaemon, make: Maker) -> None:

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-class Layout(Message):
+class Layout(Message, frozen=True):
     """`types.BlockLayout` on the wire."""
 
     layers: int
@@ -35,7 +35,7 @@ class Layout(Message):
     groups: str
 
 
-class Attach(Message, tag="attach"):
+class Attach(Message, tag="attach", frozen=True):
     """First message of a session.
 
     Attributes:
@@ -59,7 +59,7 @@ class Attach(Message, tag="attach"):
     vector: bytes
 
 
-class Attached(Message, tag="attached"):
+class Attached(Message, tag="attached", frozen=True):
     """Welcome. Two fds come with it (none for a tool).
 
     Attributes:
@@ -81,11 +81,11 @@ class Attached(Message, tag="attached"):
     heartbeat_s: float
 
 
-class Prove(Message, tag="prove"):
+class Prove(Message, tag="prove", frozen=True):
     """Begin the layout proof. Reply: ProveSlot."""
 
 
-class ProveSlot(Message, tag="prove_slot"):
+class ProveSlot(Message, tag="prove_slot", frozen=True):
     """Write `pattern(seed, layer, head)` into a device block by your own indexing, store it to `slot`."""
 
     slot: int
@@ -93,23 +93,23 @@ class ProveSlot(Message, tag="prove_slot"):
     seed: bytes
 
 
-class ProvedStore(Message, tag="proved_store"):
+class ProvedStore(Message, tag="proved_store", frozen=True):
     """The store is done. Reply: ProveLoad with a new seed, already in the slot, or Failed."""
 
 
-class ProveLoad(Message, tag="prove_load"):
+class ProveLoad(Message, tag="prove_load", frozen=True):
     """Load the slot under the same key; the device block must read as the pattern of this seed."""
 
     seed: bytes
 
 
-class Proved(Message, tag="proved"):
+class Proved(Message, tag="proved", frozen=True):
     """What the load gave. Reply: Done; after ok = False the session stays without a cache."""
 
     ok: bool
 
 
-class Pool(Message, tag="pool"):
+class Pool(Message, tag="pool", frozen=True):
     """Declare this engine's device pool. Reply: Done.
 
     Attributes:

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-class Lookup(Message, tag="lookup"):
+class Lookup(Message, tag="lookup", frozen=True):
     """How much of this chain is known? Reply: Found.
 
     Attributes:
@@ -39,7 +39,7 @@ class Lookup(Message, tag="lookup"):
     keys: bytes
 
 
-class Extend(Message, tag="extend"):
+class Extend(Message, tag="extend", frozen=True):
     """Second trip: the keys of the gap that Found named. Reply: Found, for the whole lease."""
 
     lease: int
@@ -47,7 +47,7 @@ class Extend(Message, tag="extend"):
     keys: bytes
 
 
-class Found(Message, tag="found"):
+class Found(Message, tag="found", frozen=True):
     """The answer to a lookup.
 
     Attributes:
@@ -77,7 +77,7 @@ class Found(Message, tag="found"):
     busy: str = ""
 
 
-class Fetch(Message, tag="fetch"):
+class Fetch(Message, tag="fetch", frozen=True):
     """Bring blocks [start, stop) of a lease to where the engine can copy them. Reply: Fetched."""
 
     lease: int
@@ -85,14 +85,14 @@ class Fetch(Message, tag="fetch"):
     stop: int
 
 
-class Fetched(Message, tag="fetched"):
+class Fetched(Message, tag="fetched", frozen=True):
     """[start, ready) can be copied now, from these runs; the rest follows as Progress notices."""
 
     ready: int
     runs: bytes
 
 
-class Progress(Message, tag="progress"):
+class Progress(Message, tag="progress", frozen=True):
     """Notice (id 0): more blocks of a fetch can be copied. `ready` == `stop` ends the fetch."""
 
     lease: int
@@ -101,20 +101,20 @@ class Progress(Message, tag="progress"):
     runs: bytes
 
 
-class Report(Message, tag="report"):
+class Report(Message, tag="report", frozen=True):
     """Blocks of a lease that failed their check, u32 positions. The daemon verifies before it drops them."""
 
     lease: int
     bad: bytes
 
 
-class Release(Message, tag="release"):
+class Release(Message, tag="release", frozen=True):
     """End of a lease. Reply: Released."""
 
     lease: int
 
 
-class Demote(Message, tag="demote"):
+class Demote(Message, tag="demote", frozen=True):
     """An order: copy device `blocks` to `slots` (u32 each), then Publish(token), before anything else."""
 
     token: int
@@ -122,13 +122,13 @@ class Demote(Message, tag="demote"):
     slots: bytes
 
 
-class Released(Message, tag="released"):
+class Released(Message, tag="released", frozen=True):
     """Done; idle blocks beyond `idle_max` may have to be demoted."""
 
     demote: list[Demote]
 
 
-class Reserve(Message, tag="reserve"):
+class Reserve(Message, tag="reserve", frozen=True):
     """Slots for blocks that continue `parent` (a key, or the root itself). Reply: Reserved."""
 
     root: bytes
@@ -136,7 +136,7 @@ class Reserve(Message, tag="reserve"):
     keys: bytes
 
 
-class Reserved(Message, tag="reserved"):
+class Reserved(Message, tag="reserved", frozen=True):
     """Where to write.
 
     Attributes:
@@ -156,7 +156,7 @@ class Reserved(Message, tag="reserved"):
     busy: str = ""
 
 
-class Publish(Message, tag="publish"):
+class Publish(Message, tag="publish", frozen=True):
     """This rank's part of the first `blocks` slots that are ours to write is written. Reply: Published.
 
     Counted over the slots of the filling that are not 0xFFFFFFFF, in order; the others are aborted. A filling
@@ -168,7 +168,7 @@ class Publish(Message, tag="publish"):
     checked: bool
 
 
-class Published(Message, tag="published"):
+class Published(Message, tag="published", frozen=True):
     """`ready` blocks are readable now; `dropped` were not kept; pending = waiting for other ranks."""
 
     ready: int
@@ -176,7 +176,7 @@ class Published(Message, tag="published"):
     pending: bool
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, tag="abort", frozen=True):
     """Give a filling up; this process will not write to it any more. Reply: Done."""
 
     token: int

@@ -8,7 +8,7 @@ from kvstore.rpc.messages.blocks import Demote
 __all__ = ["Acquire", "Acquired", "Adopt", "Commit", "Committed", "Observe"]
 
 
-class Acquire(Message, tag="acquire"):
+class Acquire(Message, tag="acquire", frozen=True):
     """Make the block table of a lease `blocks` long. Reply: Acquired.
 
     Attributes:
@@ -20,7 +20,7 @@ class Acquire(Message, tag="acquire"):
     blocks: int
 
 
-class Acquired(Message, tag="acquired"):
+class Acquired(Message, tag="acquired", frozen=True):
     """The table.
 
     Attributes:
@@ -42,7 +42,7 @@ class Acquired(Message, tag="acquired"):
     busy: str = ""
 
 
-class Commit(Message, tag="commit"):
+class Commit(Message, tag="commit", frozen=True):
     """Blocks [start, start + k) of a lease's table hold the bytes of these k keys. Reply: Committed."""
 
     lease: int
@@ -52,13 +52,13 @@ class Commit(Message, tag="commit"):
     keys: bytes
 
 
-class Committed(Message, tag="committed"):
+class Committed(Message, tag="committed", frozen=True):
     """How many of them are indexed under this table's blocks (others were there before)."""
 
     indexed: int
 
 
-class Adopt(Message, tag="adopt"):
+class Adopt(Message, tag="adopt", frozen=True):
     """After a daemon restart: this table is in use. Reply: Acquired with a lease for it."""
 
     table: bytes
@@ -66,7 +66,7 @@ class Adopt(Message, tag="adopt"):
     keys: bytes
 
 
-class Observe(Message, tag="observe"):
+class Observe(Message, tag="observe", frozen=True):
     """State of a borrowed pool: keys stored and removed since the last message, and its counts."""
 
     mapped: int

@@ -7,33 +7,33 @@ from kvstore.rpc.messages.base import Message
 __all__ = ["Check", "Done", "Failed", "Heartbeat", "Quiesced", "Status", "StatusReport"]
 
 
-class Heartbeat(Message, tag="heartbeat"):
+class Heartbeat(Message, tag="heartbeat", frozen=True):
     """I am alive. Reply: Done."""
 
 
-class Quiesced(Message, tag="quiesced"):
+class Quiesced(Message, tag="quiesced", frozen=True):
     """Every copy of this process is joined: it writes to no slot. Its fillings are aborted. Reply: Done."""
 
 
-class Status(Message, tag="status"):
+class Status(Message, tag="status", frozen=True):
     """Reply: StatusReport."""
 
 
-class StatusReport(Message, tag="status_report"):
+class StatusReport(Message, tag="status_report", frozen=True):
     """JSON text: tiers, engines, leases, counters."""
 
     json: str
 
 
-class Check(Message, tag="check"):
+class Check(Message, tag="check", frozen=True):
     """Check every conservation law now. Reply: StatusReport, {"ok": true} or {"ok": false, "broken": …}."""
 
 
-class Done(Message, tag="done"):
+class Done(Message, tag="done", frozen=True):
     """Nothing more to say."""
 
 
-class Failed(Message, tag="failed"):
+class Failed(Message, tag="failed", frozen=True):
     """The request changed nothing. `status` is a gRPC status name (errors.STATUS)."""
 
     status: str

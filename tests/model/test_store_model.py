@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from world import CHAINS, LAYOUTS, LEFT, PICK, RIGHT, WHOLE, Held, Open, World, rows, tokens_of
 
-from kvstore._native import SlotFormat
+from kvstore._native import NONE, SlotFormat
 from kvstore.errors import BadRequest, NotFound
-from kvstore.testing import SessionDriver
+from kvstore.testing import Found, SessionDriver
 
 SESSIONS_MAX = 6
 
@@ -19,9 +19,7 @@ SESSIONS_MAX = 6
 class StoreMachine(RuleBasedStateMachine):
     """Rules for everything but device pools."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World()
+    world: World
 
     # ---- picking -----------------------------------------------------------------------------------------
 
@@ -38,6 +36,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- sessions ----------------------------------------------------------------------------------------
 
+    @initialize(halves=st.booleans(), slabs=st.integers(1, 2))
+    def begin(self, halves, slabs) -> None:
+        self.world = World(slabs)
+        self.attach(("alice", "bob"), LAYOUTS[0], halves)
+        self.attach(("alice",), LAYOUTS[0], False)
+
     @precondition(lambda self: len(self.world.sessions) < SESSIONS_MAX)
     @rule(
         tenants=st.sampled_from([("alice",), ("bob",), ("alice", "bob")]),
@@ -51,6 +55,16 @@ class StoreMachine(RuleBasedStateMachine):
             session = self.world.driver.attach(tenants, engine=engine, layout=layout, part=part)
             engine = session.engine.id
             self.world.sessions.append(session)
+
+    @precondition(lambda self: 0 < len(self.world.sessions) < SESSIONS_MAX)
+    @rule(pick=PICK, tenants=st.sampled_from([("alice",), ("bob",)]))
+    def join(self, pick, tenants) -> None:
+        """One more process of an engine that copies whole blocks."""
+        member = self.session(pick)
+        if member.caller.part == WHOLE:
+            joined = self.world.driver.attach(tenants, engine=member.engine.id, layout=member.caller.layout)
+            assert joined.engine is member.engine
+            self.world.sessions.append(joined)
 
     @precondition(lambda self: self.world.sessions)
     @rule(pick=PICK, process_lives=st.booleans())
@@ -102,14 +116,16 @@ class StoreMachine(RuleBasedStateMachine):
     def lookup(self, pick, spec) -> None:
         session = self.session(pick)
         chain = self.chain_for(session, pick, spec)
-        expected = self.expected_match(session, chain)
         found = session.lookup(chain)
-        assert found.blocks == expected, "the store knows more or less than was published and not removed"
-        assert found.blocks <= len(chain)
+        self.check_match(session, chain, found)
         if found.blocks:
-            self.world.held.append(Held(session, chain, found.lease))
+            self.world.held.append(Held(session, chain, found.lease, found.blocks))
             self.check_loads(self.world.held[-1])
         self.world.sync(set(), set())
+
+    def check_match(self, session: SessionDriver, chain, found: Found) -> None:
+        """Exactly what was published and did not leave."""
+        assert found.blocks == self.expected_match(session, chain)
 
     def expected_match(self, session: SessionDriver, chain) -> int:
         return self.world.leading(chain)
@@ -134,10 +150,17 @@ class StoreMachine(RuleBasedStateMachine):
     def release(self, pick) -> None:
         held = self.loose()[pick % len(self.loose())]
         self.world.held.remove(held)
-        held.session.release(held.lease)
+        self.let_go(held, refuse=bool(pick % 2))
         with pytest.raises(NotFound):
             held.session.release(held.lease)
-        self.world.sync(set(), set())
+
+    def let_go(self, held: Held, refuse: bool) -> None:
+        orders = held.session.release(held.lease)
+        self.world.sync(set(), self.world.all_but(self.world.protected()) if orders else set())
+        self.obey(held.session, orders, refuse)
+
+    def obey(self, session: SessionDriver, orders, refuse: bool) -> None:
+        assert not orders, "an order without a pool"
 
     @precondition(lambda self: len(self.world.sessions) > 1)
     @rule(pick=PICK, other=PICK, spec=CHAINS)
@@ -160,18 +183,58 @@ class StoreMachine(RuleBasedStateMachine):
     # ---- writing -----------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.sessions)
-    @rule(pick=PICK, spec=CHAINS, start=st.integers(0, 12))
-    def reserve(self, pick, spec, start) -> None:
-        world, session = self.world, self.session(pick)
+    @rule(pick=PICK, spec=CHAINS, start=st.integers(0, 18), at_edge=st.booleans())
+    def reserve(self, pick, spec, start, at_edge) -> None:
+        """Anywhere in a chain, or right after its deepest known block (which may be FILLING)."""
+        session = self.session(pick)
         chain = self.chain_for(session, pick, spec)
-        start = min(start, len(chain))
-        if start and world.group.index.find(chain.parent(start)) == 0xFFFFFFFF:
+        known = [key for key in rows(chain) if self.world.group.index.find(key) != NONE]
+        self.ask_room(session, chain, len(known) if at_edge else min(start, len(chain)))
+
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK, branch=st.integers(0, 18))
+    def save_after_silence(self, pick, branch) -> None:
+        """Everybody else has been silent for long, and one session needs much room."""
+        self.world.driver.clock.advance(self.world.driver.config.daemon.stale_after_s + 1)
+        self.save(pick, (pick % 2, 18, branch))
+
+    @precondition(lambda self: self.world.open)
+    @rule(pick=PICK, other=PICK)
+    def overtake(self, pick, other) -> None:
+        """A filling stalls; whoever may use its root fills a second slot for each key."""
+        slow = self.world.open[pick % len(self.world.open)]
+        able = [s for s in self.world.sessions if slow.chain.root in s.caller.roots]
+        self.world.driver.clock.advance(self.world.driver.config.daemon.stall_s)
+        if able:
+            self.ask_room(able[other % len(able)], slow.chain, 0)
+
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK, spec=CHAINS)
+    def save(self, pick, spec) -> None:
+        """Reserve, and every rank writes and publishes all of it."""
+        session = self.session(pick)
+        chain = self.chain_for(session, pick, spec)
+        filling = self.ask_room(session, chain, 0)
+        if filling is not None:
+            for rank in self.writers_of(filling):
+                if filling not in self.world.open:
+                    break  # a process that copies whole blocks was enough
+                self.hand_over(filling, rank, len(filling.positions))
+
+    def ask_room(self, session: SessionDriver, chain, start: int) -> Open | None:
+        world = self.world
+        if start and world.group.index.find(chain.parent(start)) == NONE:
             assert session.reserve(chain, start).dropped == len(chain) - start
-            return
+            return None
         keys, now = rows(chain, start), world.driver.clock.now()
         before, times = world.host.keys(), [world.filled_since(key) for key in keys]
+        session.heartbeat()
+        silent = world.silent()
         got = session.reserve(chain, start)
-        world.drop_revoked()
+        revoked = world.drop_revoked()
+        assert revoked == (silent if got.dropped else revoked), (
+            "silent sessions kept pins although room was needed"
+        )
         kept = len(got.slots)
         asked = set(keys[:kept]) | {k for key in keys[:1] for k in world.above(key)}
         world.sync(set(), world.all_but(world.protected() | asked))
@@ -182,31 +245,31 @@ class StoreMachine(RuleBasedStateMachine):
             for ready, t in zip(filled, times[:kept], strict=True)
         ]
         assert (got.filled, got.elsewhere, got.dropped) == (sum(filled), sum(elsewhere), len(keys) - kept)
-        mine = [start + i for i in range(kept) if not filled[i] and not elsewhere[i]]
-        if got.filling is not None:
-            assert len(got.filling.slots) == len(mine)
-            world.open.append(Open(session, chain, got.filling, mine, now, len(mine)))
-        else:
-            assert not mine
         if got.dropped:
-            assert not world.all_but(world.protected() | asked), (
-                "blocks were dropped although some could leave"
-            )
+            assert not world.all_but(world.protected() | asked), "dropped although some could leave"
             assert got.reason
+        mine = [start + i for i in range(kept) if not filled[i] and not elsewhere[i]]
+        if got.filling is None:
+            assert not mine
+            return None
+        assert len(got.filling.slots) == len(mine)
+        world.open.append(Open(session, chain, got.filling, mine, now, len(mine)))
+        return world.open[-1]
 
     def writers_of(self, filling: Open) -> list[SessionDriver]:
         return [s for s in self.world.sessions if s.engine is filling.session.engine]
 
     @precondition(lambda self: self.world.open)
-    @rule(pick=PICK, member=PICK, short=st.integers(0, 15))
-    def publish(self, pick, member, short) -> None:
-        world = self.world
-        filling = world.open[pick % len(world.open)]
+    @rule(pick=PICK, member=PICK, missing=st.sampled_from([0, 0, 0, 1, 2, 99]))
+    def publish(self, pick, member, missing) -> None:
+        filling = self.world.open[pick % len(self.world.open)]
         ranks = self.writers_of(filling)
-        if not ranks:
-            return
-        rank = ranks[member % len(ranks)]
-        count = max(0, len(filling.positions) - max(0, short - 10))
+        if ranks:
+            count = max(0, len(filling.positions) - missing)
+            self.hand_over(filling, ranks[member % len(ranks)], count)
+
+    def hand_over(self, filling: Open, rank: SessionDriver, count: int) -> None:
+        world = self.world
         rank.write(filling.filling)
         done = rank.publish(filling.filling, count)
         filling.blocks = min(filling.blocks, count)
@@ -216,22 +279,18 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert not done.pending
         world.open.remove(filling)
-        fresh: set[bytes] = set()
-        for key in filling.wanted()[: filling.blocks]:
-            parent = world.parent[key]
-            above = parent not in world.parent or world.readable(parent) or parent in fresh
-            if above and not world.readable(key):
-                fresh.add(key)
+        fresh = world.would_be_ready(filling.wanted()[: filling.blocks])
         assert (done.ready, done.dropped) == (len(fresh), len(filling.positions) - len(fresh))
         world.sync(fresh, set())
         self.read_own_write(rank, filling)
 
     def read_own_write(self, session: SessionDriver, filling: Open) -> None:
-        expected = self.expected_match(session, filling.chain)
+        if filling.chain.root not in session.caller.roots:
+            return
         found = session.lookup(filling.chain)
-        assert found.blocks == expected
+        self.check_match(session, filling.chain, found)
         if found.blocks:
-            session.release(found.lease)
+            self.let_go(Held(session, filling.chain, found.lease, found.blocks), refuse=False)
 
     @precondition(lambda self: self.world.open)
     @rule(pick=PICK)
@@ -247,11 +306,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ---- rot ---------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.loose())
-    @rule(pick=PICK, place=PICK, flip=st.booleans())
-    def report(self, pick, place, flip) -> None:
-        world = self.world
-        held = self.loose()[pick % len(self.loose())]
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK, spec=CHAINS, place=PICK, flip=st.booleans())
+    def report(self, pick, spec, place, flip) -> None:
+        """A load failed its check, rightly or not."""
+        world, session = self.world, self.session(pick)
+        chain = self.chain_for(session, pick, spec)
+        found = session.lookup(chain)
+        if not found.blocks:
+            return
+        held = Held(session, chain, found.lease, found.blocks)
+        world.held.append(held)
         if not held.lease.host:
             return
         position = place % held.lease.host
@@ -295,7 +360,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     print_blob=True,

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from test_store import StoreMachine
+from test_store_model import StoreMachine
 from world import CHAINS, PICK, Held, rows
 
 from kvstore import _native
@@ -66,6 +66,8 @@ class DeviceMachine(StoreMachine):
 
     def obey(self, session: SessionDriver, orders: tuple[Demotion, ...], refuse: bool) -> None:
         """Copy what an order says from device memory to the arena, or give it up."""
+        if not orders:
+            return
         world, memory = self.world, self.memory_of(session)
         for order in orders:
             filling = order.filling
@@ -79,12 +81,7 @@ class DeviceMachine(StoreMachine):
                 continue
             for key, slot in zip(keys, filling.slots.tolist(), strict=True):
                 write_slot(world.group.arena, session.caller.shape, slot, key)
-            fresh: set[bytes] = set()
-            for key in keys:
-                parent = world.parent[key]
-                above = parent not in world.parent or world.readable(parent) or parent in fresh
-                if above and not world.readable(key):
-                    fresh.add(key)
+            fresh = world.would_be_ready(keys)
             done = session.publish(filling)
             assert done.ready == len(fresh)
             world.sync(fresh, set())
@@ -119,7 +116,7 @@ class DeviceMachine(StoreMachine):
         found = session.lookup(chain)
         lease_id = found.lease.id if found.blocks else 0
         if found.blocks:
-            world.held.append(Held(session, chain, found.lease))
+            world.held.append(Held(session, chain, found.lease, found.blocks))
         wanted = min(BLOCKS, len(chain) + extra)
         for _ in range(BLOCKS + 1):
             table = session.acquire(lease_id, wanted)
@@ -197,8 +194,9 @@ class DeviceMachine(StoreMachine):
             ]
             shared = {b for b in users if users.count(b) > 1}
             assert shared <= set(blocks), "a private block lies in two tables"
+            assert pool.counts()["mapped"] == len(set(users)), "a block is pinned for nobody"
         self.sync_device()
 
 
-DeviceMachine.TestCase.settings = settings(StoreMachine.TestCase.settings, max_examples=60)
+DeviceMachine.TestCase.settings = settings(StoreMachine.TestCase.settings, max_examples=100)
 TestDevice = DeviceMachine.TestCase

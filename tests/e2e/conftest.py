@@ -1,0 +1,11 @@
+"""Fixtures of the end-to-end tests."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("raw_session", "real_daemon", "fake_engine", "children", "scene", "tiny_engines")
+
+from stages import scene, shared_daemon, stage  # noqa: E402  (assertions are rewritten first)
+
+__all__ = ["scene", "shared_daemon", "stage"]
