@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 EXTRAS ?= torch,bench,dev
 
-.PHONY: demo test build lint native-test pytest format clean system
+.PHONY: demo test build lint native-test pytest format clean system doctest
 
 demo: build
 	$(BIN)/kvstore demo
@@ -29,11 +29,13 @@ build: $(VENV)/.installed
 # ---- set-up ---------------------------------------------------------------------------------------------------
 
 system:
-	@tools/system_packages.sh
+	@tools/system_packages.sh build "$(PYTHON)"
+
+doctest:
+	@tools/system_packages.sh test "$(PYTHON)"
 
 $(VENV)/bin/python: | system
-	@test -n "$(PYTHON)" || { echo "kvstore needs Python 3.11, 3.12 or 3.13: apt-get install python3 python3-venv python3-dev"; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 # torch comes first and by itself, so that no later requirement can pull a CUDA build onto a CPU-only machine.
@@ -56,11 +58,11 @@ lint: build
 	$(BIN)/lint-imports
 
 # The same suite under two sanitizers: memory and undefined behaviour, then data races.
-native-test: build
+native-test: build doctest
 	$(MAKE) --no-print-directory sanitize-address,undefined
 	$(MAKE) --no-print-directory sanitize-thread
 
-sanitize-%: build
+sanitize-%: build doctest
 	$(BIN)/cmake -S native -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
 	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 -DKVCORE_PYTHON=OFF -DKVCORE_TESTS=ON -DKVCORE_SANITIZE=$* >/dev/null
 	$(BIN)/cmake --build build/native-$* --parallel $(JOBS) --target kvcore_tests

@@ -302,7 +302,8 @@ class DevicePool:
     def drained(self, blocks: U32) -> None:
         """DRAINING → FREE, whether the copy was published or given up."""
     def adopt(self, blocks: U32) -> None:
-        """FREE → pinned once: the engine was using these before it attached."""
+        """A table that the engine was using before it attached: FREE → pinned once, in use (by another table,
+        or idle) → one pin more. ValueError: a block out of range, draining or named twice."""
     def commit(self, blocks: U32, parent: int, keys: U8) -> U8:
         """Pinned blocks now hold the bytes of keys, a chain after `parent`. (n,) 1 = indexed here, 0 = this
         one stays private: the key has a block here already, its parent has none, or the index is full.

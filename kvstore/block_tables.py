@@ -28,6 +28,8 @@ __all__ = ["Demotion", "Table", "acquire", "adopt", "commit", "release"]
 
 # Idle blocks taken beyond idle_max by one release: bounds the copies that its reply may ask for.
 TRIM_MAX = 256
+# Longest table, 1 M tokens at 16 a block: bounds one acquire, and what one adopt has to name after a restart.
+TABLE_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ class Table:
 
 
 def acquire(caller: Caller, lease_id: int, blocks: int) -> Table:
-    """Make a lease's table `blocks` long.
+    """Make a lease's table `blocks` long: all of it, or nothing is added.
+
+    Cost: O(blocks), below 1 µs each; at most KEYS_MAX demotions are ordered by one call.
 
     Args:
         lease_id: a lease, or 0 for a table without reuse.
@@ -75,24 +79,24 @@ def acquire(caller: Caller, lease_id: int, blocks: int) -> Table:
     pool, group = _owned(caller), caller.group
     if not 1 <= blocks <= pool.blocks:
         raise BadRequest(f"acquire.blocks: need 1 to the pool's {pool.blocks}, got {blocks}")
+    if blocks > TABLE_MAX:
+        raise BadRequest(f"acquire.blocks: a table has at most {TABLE_MAX} blocks, got {blocks}")
     empty = np.empty(0, np.uint32)
     known = group.leases.get(caller.session, lease_id) if lease_id else None
     length = len(known.table) if known is not None else 0
     hits = pool.hits(known.nodes)[:blocks] if known is not None and not length else empty
     wanted = max(0, blocks - length - len(hits))
-    if wanted > KEYS_MAX:
-        raise BadRequest(f"acquire.blocks: a table grows by at most {KEYS_MAX} blocks in one call")
     lease = known if known is not None else group.leases.grant(caller.session, b"", 0, empty)
     pool.pin(hits)
     got, demotions = _allocate(caller, pool, wanted)
-    if len(got.blocks) < wanted:
+    if len(got) < wanted:
         pool.unpin(hits)
         if not lease_id:
             group.end_lease(lease)
         counts = pool.counts()
         busy = "" if demotions else f"device pool: {counts['mapped']} of {pool.blocks} blocks are mapped"
         return Table(lease, empty, 0, 0, 0, b"", demotions, busy)
-    added = np.concatenate([hits, got.blocks])
+    added = np.concatenate([hits, got])
     first = not len(lease.table)
     lease.table = np.concatenate([lease.table, added])
     group.record_changes(caller.engine)
@@ -110,7 +114,24 @@ def _first_table(caller: Caller, lease: Lease, added: NDArray[np.uint32], hits: 
     return Table(lease, added, hits, hits, on_host, runs)
 
 
-def _allocate(caller: Caller, pool: OwnedPool, wanted: int) -> tuple[Allocation, tuple[Demotion, ...]]:
+def _allocate(
+    caller: Caller, pool: OwnedPool, wanted: int
+) -> tuple[NDArray[np.uint32], tuple[Demotion, ...]]:
+    """All the blocks that are wanted, or none; a native call takes KEYS_MAX at a time."""
+    taken = np.empty(0, np.uint32)
+    if wanted > pool.blocks - pool.counts()["mapped"]:
+        return taken, ()  # hopeless: nothing is evicted for a part of it
+    while len(taken) < wanted:
+        part = min(wanted - len(taken), KEYS_MAX)
+        got, demotions = _allocate_part(caller, pool, part)
+        if len(got.blocks) < part:
+            pool.unpin(taken)
+            return np.empty(0, np.uint32), demotions
+        taken = np.concatenate([taken, got.blocks])
+    return taken, ()
+
+
+def _allocate_part(caller: Caller, pool: OwnedPool, wanted: int) -> tuple[Allocation, tuple[Demotion, ...]]:
     """Allocate; turn what must be drained into orders, or lose it when HOST has no room either."""
     got = pool.allocate(wanted)
     stuck = len(got.blocks) < wanted <= pool.blocks - pool.counts()["mapped"] and not len(got.draining)
@@ -207,24 +228,51 @@ def adopt(
 ) -> Lease:
     """A table that was in use before this daemon knew the engine; its full blocks are indexed again.
 
+    Tables may share a prefix: each gets a pin of its own on the blocks, and the first indexes them. Where a
+    key has another block already, the table's own stays private.
+
     Raises:
-        BadRequest: a block is out of range or in use, or there are more keys than blocks.
+        BadRequest: a block is out of range, named twice, or holds another key's bytes by an earlier adoption;
+            there are more keys than blocks; the table is longer than TABLE_MAX.
     """
     pool, group = _owned(caller), caller.group
     if len(keys) > len(table):
         raise BadRequest(f"adopt: {len(keys)} keys for a table of {len(table)} blocks")
+    if len(table) > TABLE_MAX or len(np.unique(table)) < len(table):
+        raise BadRequest(f"adopt.table: need at most {TABLE_MAX} blocks, each named once")
     if root:
         group.root_of(caller, root)
     lease = group.leases.grant(caller.session, root, 0, np.empty(0, np.uint32))
     try:
-        pool.adopt(table)
-        lease.table = table
+        for start in range(0, len(table), KEYS_MAX):
+            pool.adopt(table[start : start + KEYS_MAX])
+            lease.table = table[: start + KEYS_MAX]  # what the end of the lease unpins
         if root and len(keys):
-            commit(store, caller, lease.id, root, 0, root, keys)
+            _commit_new(store, caller, lease, root, keys)
     except KVStoreError:
         group.end_lease(lease)
         raise
     return lease
+
+
+def _commit_new(store: Store, caller: Caller, lease: Lease, root: bytes, keys: NDArray[np.uint8]) -> None:
+    """Commit those blocks of an adopted table whose keys have no block here yet, in chain order."""
+    pool, group = _owned(caller), caller.group
+    nodes = np.array([group.index.find(key.tobytes()) for key in keys], np.uint32)
+    known = pool.blocks_of(nodes)  # NONE for a NONE node too
+    at = 0
+    while at < len(keys):
+        stop = at
+        while stop < len(keys) and known[stop] == NONE:
+            stop += 1
+        if stop > at:
+            parent = keys[at - 1].tobytes() if at else root
+            commit(store, caller, lease.id, root, at, parent, keys[at:stop])
+        at = stop + 1
+    lease.root = root
+    # The deepest node of the chain: the others live as long as it does.
+    deepest = next((n for key in keys[::-1] if (n := group.index.find(key.tobytes())) != NONE), NONE)
+    group.leases.repin(lease, deepest)
 
 
 def release(caller: Caller, lease_id: int) -> tuple[Demotion, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -131,12 +132,23 @@ def _ask(config: Config, what: str) -> dict[str, Any]:
 
     with Client(config.daemon.socket, None, role="tool") as client:
         if not client.wait_attached(_ANSWER_S):
-            why = client.refusal or "nobody listens there"
+            why = client.refusal or _why_not(Path(config.daemon.socket))
             raise Unavailable(f"no daemon answers at {config.daemon.socket} (daemon.socket): {why}")
         report = client.status() if what == "status" else client.check()
     if not report.pop("attached"):
         raise Unavailable(f"the daemon at {config.daemon.socket} did not answer: {report['reason']}")
     return report
+
+
+def _why_not(path: Path) -> str:
+    """Why a connection to a socket fails, in words."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_ANSWER_S)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            return error.strerror or str(error)
+    return "it accepts connections but does not answer"
 
 
 def _print_status(report: dict[str, Any]) -> None:
@@ -197,10 +209,15 @@ def demo_command(
         kvstore demo
         kvstore demo --golden --block-tokens 32
     """
-    from kvstore.connectors.embedded import demo
-
+    try:
+        from kvstore.connectors.embedded import demo
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"{error}; the demo needs the extra: pip install 'kvstored[torch]'") from None
     options = demo.Options(model=model, block_tokens=block_tokens, cache=cache, seed=seed)
-    raise SystemExit(demo.run_golden(options) if golden else demo.run(options))
+    try:
+        raise SystemExit(demo.run_golden(options) if golden else demo.run(options))
+    except demo.EXPECTED_FAILURES as error:
+        raise Unavailable(f"demo: {error}") from None
 
 
 def main() -> None:

@@ -33,6 +33,14 @@ SALT_BYTES_MIN, SALT_BYTES_MAX = 16, 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+def default_socket() -> str:
+    """A path of this user's: in $XDG_RUNTIME_DIR, in /run for root, else with the uid in /tmp."""
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    if folder:
+        return f"{folder}/kvstore.sock"
+    return "/run/kvstore.sock" if os.geteuid() == 0 else f"/tmp/kvstore-{os.geteuid()}.sock"
+
+
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the configuration tables."""
 
@@ -53,7 +61,7 @@ class DaemonConfig(_Table, frozen=True):
         log_level: debug, info, warning or error.
     """
 
-    socket: str = "/tmp/kvstore.sock"
+    socket: str = msgspec.field(default_factory=default_socket)
     socket_mode: int = 0o600
     secrets_file: str = ""
     heartbeat_s: float = 1.0
@@ -143,6 +151,8 @@ class Config(_Table, frozen=True):
             ConfigError: names the key, where it came from and the fix.
         """
         merged: dict[str, Any] = _read_file(file) if file is not None else {}
+        if file is not None:
+            _anchor_secrets(merged, file)
         source = {"": str(file) if file is not None else "defaults"}
         environ = os.environ if environ is None else environ
         for name in sorted(environ):
@@ -186,6 +196,13 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
+
+
+def _anchor_secrets(merged: dict[str, Any], file: Path) -> None:
+    """A relative secrets_file in the file is relative to the file, wherever the daemon is started."""
+    daemon = merged.get("daemon")
+    if isinstance(daemon, dict) and isinstance(daemon.get("secrets_file"), str) and daemon["secrets_file"]:
+        daemon["secrets_file"] = str(file.parent / daemon["secrets_file"])
 
 
 def _assign(merged: dict[str, Any], path: str, value: str, origin: str) -> None:
@@ -327,6 +344,10 @@ class Salts:
         if not config.daemon.secrets_file:
             return Salts({n: os.urandom(32) for n in names}, {g: os.urandom(32) for g in groups})
         path = Path(config.daemon.secrets_file)
+        if not path.is_file():
+            raise ConfigError(
+                f"daemon.secrets_file: {path} is not there; write it, mode 0600, or unset the key"
+            )
         if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"daemon.secrets_file: {path} is open to others; run chmod 600 {path}")
         data = _read_file(path)

@@ -95,11 +95,13 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    # Prefaulting can take minutes inside one native call, and nothing exists yet that needs an orderly end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     daemon = Daemon(config)
     try:
         daemon.open(progress)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
         daemon.listen(loop)
         log.info(
             "kvstore serves",

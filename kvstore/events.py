@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from kvstore.types import Tier
 
+# Most events are one save of a prompt; a log of larger ones keeps fewer, so that its memory has a bound.
+KEYS_PER_EVENT = 100
+
 __all__ = ["EventKind", "EventLog", "KVEvent", "Replay", "Snapshot"]
 
 
@@ -79,6 +82,8 @@ class EventLog:
     def __init__(self, epoch: bytes, log_max: int) -> None:
         self.epoch = epoch
         self._ring: deque[KVEvent] = deque(maxlen=log_max)
+        self._keys = 0
+        self._keys_max = log_max * KEYS_PER_EVENT
         self._sequence = 0
         self._listeners: dict[int, Callable[[], None]] = {}
         self._next_listener = 0
@@ -101,7 +106,12 @@ class EventLog:
         if not len(keys) and kind is not EventKind.CLEARED:
             return
         self._sequence += 1
+        if len(self._ring) == self._ring.maxlen:
+            self._keys -= len(self._ring[0].keys)
         self._ring.append(KVEvent(self._sequence, kind, tier, engine, parent, keys))
+        self._keys += len(keys)
+        while self._keys > self._keys_max and len(self._ring) > 1:
+            self._keys -= len(self._ring.popleft().keys)
         for wake in tuple(self._listeners.values()):
             wake()
 

@@ -30,10 +30,17 @@ def _group(group: Group) -> dict[str, object]:
         "index": {"nodes": len(group.index), "nodes_max": group.index.nodes_max},
         "leases": len(group.leases),
         "fillings": len(group.fillings),
+        "quarantined": sum(len(f.slots) for f in group.fillings if not _open(group, f.engine)),
         "events": group.events.sequence,
         "engines": {engine.id.hex(): _engine(engine) for engine in group.engines.values()},
         "counters": asdict(group.counters),
     }
+
+
+def _open(group: Group, engine: bytes) -> bool:
+    """Whether an engine still has a connection; slots of one that has not wait for its processes."""
+    known = group.engines.get(engine)
+    return known is not None and bool(known.sessions)
 
 
 def _engine(engine: Engine) -> dict[str, object]:

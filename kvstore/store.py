@@ -31,8 +31,8 @@ from kvstore.types import FetchPlan, Namespace, Reuse, Tier
 
 __all__ = ["Match", "Published", "Reservation", "Store"]
 
-# A report makes the daemon read the blocks it names; 64 × 2 MiB at 10 GB/s hold the loop for 13 ms.
-REPORT_BLOCKS_MAX = 64
+# A report makes the daemon read the blocks it names: 32 MiB at 8 GB/s hold the loop for 4 ms.
+REPORT_BYTES_MAX = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,8 @@ class Store:
         """
         if not tenants:
             raise BadRequest("tenants: name at least one")
+        if len(tenants) != len(set(tenants[: len(self._tenants) + 1])):
+            raise BadRequest("tenants: name each configured tenant at most once")
         for name in tenants:
             if name not in self._tenants:
                 raise Refused(f"tenants: {name!r:.80} is not configured on this daemon")
@@ -242,7 +244,8 @@ class Store:
             return 0
         # What was not loaded does not count as a hit, whatever the reason.
         lease.host = min(lease.host, int(bad.min()))
-        dropped = group.host.drop_if_corrupt(lease.nodes[bad[:REPORT_BLOCKS_MAX]], caller.shape)
+        most = max(1, REPORT_BYTES_MAX // caller.shape.slot_bytes)
+        dropped = group.host.drop_if_corrupt(lease.nodes[bad[:most]], caller.shape)
         group.record_changes()
         return dropped
 

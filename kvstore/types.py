@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 CELL_ALIGN = 64  # bytes: a cell starts on a cache line (native/src/types.h)
+CELLS_MAX = 65_536  # per slot (native/src/copy.h)
 PAGE_BYTES = 4096  # slot granularity (native/src/types.h)
 
 
@@ -114,6 +115,8 @@ class BlockLayout:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= top:
                 raise BadRequest(f"layout.{name}: need 1 to {top}, got {value!r:.80}")
+        if self.cells > CELLS_MAX:
+            raise BadRequest(f"layout: layers × kv_heads is {self.cells}, more than {CELLS_MAX} cells a slot")
         kernel = self.kernel_block_tokens
         if not isinstance(kernel, int) or not 0 <= kernel <= 4096:
             raise BadRequest(f"layout.kernel_block_tokens: need 0 to 4096, got {kernel!r:.80}")

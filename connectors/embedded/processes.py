@@ -32,6 +32,11 @@ class ProcessFailed(RuntimeError):
     """A child ended or stayed silent; the message holds the end of its log."""
 
 
+def _inherited() -> dict[str, str]:
+    """The environment without the user's own daemon settings: a demo runs with its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+
+
 def _die_with_parent() -> None:
     """In the child, before exec: SIGTERM when the parent is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -49,7 +54,7 @@ class _Child:
                 stdout=stdout,
                 stderr=sink,
                 preexec_fn=_die_with_parent,
-                env={**_ENVIRONMENT, **os.environ},
+                env={**_ENVIRONMENT, **_inherited()},
             )
 
     @property
@@ -121,7 +126,11 @@ class EngineProcess(_Child):
         command = ["kvstore.connectors.embedded.worker", json.dumps(config)]
         super().__init__(command, folder / "engine.log", subprocess.PIPE, subprocess.PIPE)
         self._buffer = b""
-        self.ready: dict[str, Any] = self._answer(_START_S)
+        try:
+            self.ready: dict[str, Any] = self._answer(_START_S)
+        except ProcessFailed:
+            self.end()
+            raise
 
     def ask(
         self, op: str, arguments: Mapping[str, object] | None = None, timeout_s: float = 600.0

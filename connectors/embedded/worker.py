@@ -2,6 +2,7 @@
 
     {"op": "generate", "prompt": [ids], "max_new_tokens": 64, "reuse": "own"}
     {"op": "flip"}     invert one cell of the blocks that the last load restored; again: invert it back
+    {"op": "forget"}   evict every idle device block
     {"op": "settle"}   wait until every save is on HOST
     {"op": "compare"}  prefill speed of this engine and of HF transformers, alternating
     {"op": "quit"}
@@ -92,6 +93,7 @@ class Worker:
         operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "generate": self._generate,
             "flip": self._flip,
+            "forget": self._forget,
             "settle": self._settle,
             "compare": self._compare,
         }
@@ -135,6 +137,15 @@ class Worker:
         self._flipped = not self._flipped
         self._tables.read_only = self._flipped
         return {"flipped": self._flipped, "block": block}
+
+    def _forget(self, _: dict[str, Any]) -> dict[str, Any]:
+        """A table as large as the pool makes every idle block leave (to HOST, if only the device has it)."""
+        size = self._tables.capacity_blocks * self._tables.block_tokens
+        table = self._tables.begin("forget", [0] * size, "none")
+        if table is None:
+            raise RuntimeError("blocks of the pool are in use")
+        self._tables.finish(table)
+        return {"blocks": self._tables.capacity_blocks}
 
     def _settle(self, _: dict[str, Any]) -> dict[str, Any]:
         return {"settled": self._tables.settle(30.0), "dropped": self._tables.dropped_saves}

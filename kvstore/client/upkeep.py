@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from typing import Any
 
 import structlog
 
@@ -14,7 +16,12 @@ from kvstore.rpc.messages import Heartbeat
 
 __all__ = ["upkeep"]
 
-_log = structlog.get_logger("kvstore.client")
+
+def _log() -> Any:
+    """The program's structlog if it configured one, else stderr: standard output belongs to the program."""
+    if structlog.is_configured():
+        return structlog.get_logger("kvstore.client")
+    return structlog.wrap_logger(structlog.PrintLogger(sys.stderr))
 
 
 def upkeep(core: Core) -> Op[None]:
@@ -33,7 +40,7 @@ def upkeep(core: Core) -> Op[None]:
         except KVStoreError as error:
             if str(error) != reason:  # said once, not at every try
                 reason = str(error)
-                _log.info("not attached", path=str(core.setup.path), reason=reason)
+                _log().info("not attached", path=str(core.setup.path), reason=reason)
             # Jitter: the engines of a node must not all come back in the same instant.
             yield Watch(None, pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, limits.retry_max_s)
@@ -41,7 +48,7 @@ def upkeep(core: Core) -> Op[None]:
         pause_s, reason = limits.retry_s, ""
         _begin(core, attachment)
         yield from _stay(core, attachment)
-        _log.info("detached", session=attachment.session, reason=attachment.link.dead or "closing")
+        _log().info("detached", session=attachment.session, reason=attachment.link.dead or "closing")
         yield from detach(core, attachment)
 
 
@@ -53,7 +60,7 @@ def _begin(core: Core, attachment: Attachment) -> None:
     core.refusal = None
     core.counters.attaches += 1
     core.changed()
-    _log.info(
+    _log().info(
         "attached",
         session=attachment.session,
         epoch=attachment.epoch.hex(),
@@ -84,7 +91,7 @@ def _stay(core: Core, attachment: Attachment) -> Op[None]:
 def _refuse(core: Core, error: KVStoreError) -> None:
     """Remember a refusal; say it once, not at every try."""
     if core.refusal is None or str(core.refusal) != str(error):
-        _log.warning("attach refused; running uncached", reason=str(error), kind=type(error).__name__)
+        _log().warning("attach refused; running uncached", reason=str(error), kind=type(error).__name__)
     core.refusal = error
     core.changed()
 

@@ -119,13 +119,18 @@ class Connection:
                     self._on_frame(payload)
         del self._in[:start]
         if frames == _FRAMES_PER_TURN and not self.closed and not self._turn_pending:
+            # A client that sends faster than it is answered waits in its socket buffer, not in our memory.
             self._turn_pending = True
+            self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         self._turn_pending = False
-        if not self.closed:
-            self._take_frames()
+        if self.closed:
+            return
+        self._take_frames()
+        if not self.closed and not self._turn_pending and not self._last_words:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def _writable(self) -> None:
         try:

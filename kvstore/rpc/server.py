@@ -46,14 +46,15 @@ class Peer:
         self._loop = loop
         self._session = session
         self._watched = watched
-        watched.add(self)
         self._caller: Caller | None = None
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid, self.uid, _ = struct.unpack("3i", raw)
         self.connection: Connection | None = None
         self._pidfd = _peer_pidfd(sock)
+        self._process = _process_identity(self._pidfd)
         if self._pidfd >= 0:
             loop.add_reader(self._pidfd, self._on_gone)
+        watched.add(self)
 
     def attached(self, caller: Caller) -> None:
         """From now on this process may be handed slots."""
@@ -96,8 +97,8 @@ class Peer:
         freed = engines.writer_gone(caller.group, caller.engine, self._session)
         for peer in list(self._watched):
             earlier = peer._caller
-            # A pid names the same process as long as its pidfd has not fired.
-            if earlier is None or peer.connection is not None or peer.pid != self.pid:
+            same = self._process is not None and peer._process == self._process
+            if earlier is None or peer.connection is not None or not same:
                 continue
             freed += engines.writer_gone(earlier.group, earlier.engine, peer._session)
             peer.close()
@@ -105,12 +106,35 @@ class Peer:
 
 
 def _peer_pidfd(sock: socket.socket) -> int:
+    """A pidfd of the process that connected; -1 on a kernel before 6.5, or when it is gone already.
+
+    Raises:
+        OSError: no descriptor left: better no session than one whose end cannot be seen.
+    """
     try:
         fd = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0]
-    except OSError:
-        return -1  # an older kernel, or a process that is gone already
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        return -1
     os.set_inheritable(fd, False)
     return int(fd)
+
+
+def _process_identity(pidfd: int) -> tuple[int, int] | None:
+    """What two pidfds of one process share and of two processes do not; None where the kernel cannot tell.
+
+    Not the pid: an engine in another container has pid 0 here. Since Linux 6.9 pidfds live on a file system
+    of their own with an inode per process; before, all share the one anonymous inode, like an eventfd.
+    """
+    if pidfd < 0:
+        return None
+    anonymous = os.eventfd(0, os.EFD_CLOEXEC)
+    try:
+        mine, other = os.fstat(pidfd), os.fstat(anonymous)
+    finally:
+        os.close(anonymous)
+    return (mine.st_dev, mine.st_ino) if mine.st_dev != other.st_dev else None
 
 
 class SessionServer:
@@ -177,7 +201,12 @@ class SessionServer:
     def _welcome(self, sock: socket.socket) -> None:
         self._last_number += 1
         number = self._last_number
-        peer = Peer(self._loop, sock, number, self._peers)
+        try:
+            peer = Peer(self._loop, sock, number, self._peers)
+        except OSError as error:
+            log.error("session refused", session=number, reason=str(error))
+            sock.close()
+            return
         session = Session(self._store, number, peer)
         timer = self._loop.call_later(self._config.attach_timeout_s, self._too_silent, number)
 

@@ -7,6 +7,8 @@ engine's device memory either way: nothing here touches them, so this file needs
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,23 +18,22 @@ from kvstore.types import Tier
 
 __all__ = ["BorrowedPool", "OwnedPool"]
 
-BLOCKS_MAX = 1 << 24
-_KEY = np.dtype("S32")  # a key as one value, so that numpy's set routines apply
-
-
-def _whole(keys: NDArray[np.uint8]) -> NDArray[np.bytes_]:
-    """(n, 32) bytes as (n,) keys."""
-    return np.ascontiguousarray(keys).reshape(-1, 32).view(_KEY).reshape(-1)
-
-
-def _rows(keys: NDArray[np.bytes_]) -> NDArray[np.uint8]:
-    """(n,) keys as (n, 32) bytes."""
-    return np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 32)
+BLOCKS_MAX = 1 << 22  # 12 bytes each here; 67 M tokens at 16 a block
 
 
 def _parts(blocks: NDArray[np.uint32]) -> list[NDArray[np.uint32]]:
     """A table in pieces that one native call takes."""
     return [blocks[start : start + KEYS_MAX] for start in range(0, len(blocks), KEYS_MAX)]
+
+
+def _rows(keys: Iterable[bytes]) -> NDArray[np.uint8]:
+    """Keys as (n, 32) bytes."""
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+
+
+def _split(keys: NDArray[np.uint8]) -> set[bytes]:
+    """(n, 32) bytes as a set of keys."""
+    return {key.tobytes() for key in np.ascontiguousarray(keys)}
 
 
 def _check_blocks(blocks: int, idle_max: int) -> None:
@@ -98,7 +99,7 @@ class OwnedPool:
         """Blocks that were in use before this daemon knew the engine.
 
         Raises:
-            BadRequest: a block is out of range or not free.
+            BadRequest: a block is out of range, draining or named twice.
         """
         try:
             self._pool.adopt(blocks)
@@ -142,16 +143,20 @@ class BorrowedPool:
         self.blocks = blocks
         self.idle_max = blocks
         self._index = index
-        self._keys = np.empty(0, _KEY)
-        self._removed = self._stored = np.empty(0, _KEY)
+        self._keys: set[bytes] = set()
+        self._removed: set[bytes] = set()
+        self._stored: set[bytes] = set()
         self._counts = {"free": blocks, "mapped": 0, "idle": 0, "draining": 0}
 
     def match(self, walk: Walk) -> int:
         """Leading blocks that the engine said it holds; stops at the first that it does not."""
-        if not len(self._keys) or not walk.depth:
+        if not self._keys:
             return 0
-        absent = np.flatnonzero(~np.isin(_whole(self._index.keys(walk.nodes)), self._keys))
-        return int(absent[0]) if len(absent) else walk.depth
+        raw = self._index.keys(walk.nodes).tobytes()
+        for start in range(0, len(raw), 32):  # ends at the first miss
+            if raw[start : start + 32] not in self._keys:
+                return start // 32
+        return walk.depth
 
     def observe(self, counts: dict[str, int], stored: NDArray[np.uint8], removed: NDArray[np.uint8]) -> None:
         """Apply one report of the engine.
@@ -161,12 +166,16 @@ class BorrowedPool:
         """
         if min(counts.values()) < 0 or sum(counts.values()) != self.blocks:
             raise BadRequest(f"observe: mapped + idle + free must be pool.blocks = {self.blocks}: {counts}")
-        held = np.union1d(np.setdiff1d(self._keys, _whole(removed)), _whole(stored))
-        if len(held) > self.blocks:
-            raise BadRequest(f"observe.stored: {len(held)} keys cannot lie in {self.blocks} blocks")
-        self._removed = np.concatenate([self._removed, np.setdiff1d(self._keys, held)])
-        self._stored = np.concatenate([self._stored, np.setdiff1d(held, self._keys)])
-        self._keys = held
+        new = _split(stored)
+        fresh, left = new - self._keys, (_split(removed) - new) & self._keys
+        held = len(self._keys) + len(fresh) - len(left)
+        if held > self.blocks:
+            raise BadRequest(f"observe.stored: {held} keys cannot lie in {self.blocks} blocks")
+        # In place: a report costs what it holds, not what the pool holds.
+        self._removed = (self._removed - fresh) | left
+        self._stored = (self._stored - left) | fresh
+        self._keys -= left
+        self._keys |= fresh
         self._counts = {**counts, "draining": 0}
 
     def keys(self) -> NDArray[np.uint8]:
@@ -177,12 +186,12 @@ class BorrowedPool:
         """The engine keeps its own order."""
 
     def take_removed(self) -> NDArray[np.uint8]:
-        out, self._removed = self._removed, np.empty(0, _KEY)
+        out, self._removed = self._removed, set()
         return _rows(out)
 
     def take_stored(self) -> NDArray[np.uint8]:
         """(n, 32) keys that the engine stored since the last call."""
-        out, self._stored = self._stored, np.empty(0, _KEY)
+        out, self._stored = self._stored, set()
         return _rows(out)
 
     def counts(self) -> dict[str, int]:
@@ -190,8 +199,8 @@ class BorrowedPool:
 
     def close(self) -> None:
         """The engine is gone."""
-        self._removed = np.concatenate([self._removed, self._keys])
-        self._keys = np.empty(0, _KEY)
+        self._removed |= self._keys
+        self._keys = set()
 
     def check(self) -> None:
         counted = sum(self._counts.values())

@@ -41,14 +41,24 @@ void DevicePool::require_open() const {
   if (closed_) throw Invalid("pool: this device pool is closed; make a new one for the new engine");
 }
 
-void DevicePool::require_blocks(std::span<const BlockId> blocks, State state, const char* is_not) const {
+void DevicePool::require_call(std::span<const BlockId> blocks) const {
   require_open();
   if (blocks.size() > kKeysMax)
     throw Invalid("blocks: at most " + std::to_string(kKeysMax) + " in one call, got " +
                   std::to_string(blocks.size()));
+}
+
+void DevicePool::require_blocks(std::span<const BlockId> blocks, State state, const char* is_not) const {
+  require_call(blocks);
   for (std::size_t i = 0; i < blocks.size(); ++i)
     if (blocks[i] >= blocks_.size() || blocks_[blocks[i]].state != state)
       throw Invalid("blocks[" + std::to_string(i) + "]: block " + std::to_string(blocks[i]) + is_not);
+}
+
+void DevicePool::require_room_for_pin(std::span<const BlockId> blocks) const {
+  for (BlockId block : blocks)
+    if (blocks_[block].pins > kNone - kKeysMax)
+      throw Invalid("blocks: block " + std::to_string(block) + " has too many pins");
 }
 
 void DevicePool::require_once(std::span<const BlockId> blocks) const {
@@ -182,9 +192,7 @@ bool DevicePool::unpin_once(BlockId block) noexcept {
 
 void DevicePool::pin(std::span<const BlockId> blocks) {
   require_blocks(blocks, State::kUsed, " is not in use; allocate or match it first");
-  for (BlockId block : blocks)
-    if (blocks_[block].pins > kNone - kKeysMax)
-      throw Invalid("blocks: block " + std::to_string(block) + " has too many pins");
+  require_room_for_pin(blocks);
   for (BlockId block : blocks) pin_once(block);
 }
 
@@ -209,13 +217,22 @@ void DevicePool::unpin(std::span<const BlockId> blocks) {
 }
 
 void DevicePool::adopt(std::span<const BlockId> blocks) {
-  require_blocks(blocks, State::kFree, " is not free");
+  require_call(blocks);
+  for (std::size_t i = 0; i < blocks.size(); ++i)
+    if (blocks[i] >= blocks_.size() || blocks_[blocks[i]].state == State::kDraining)
+      throw Invalid("blocks[" + std::to_string(i) + "]: block " + std::to_string(blocks[i]) +
+                    " is draining or outside the pool");
   require_once(blocks);
+  require_room_for_pin(blocks);
   for (BlockId block : blocks) {
+    if (blocks_[block].state == State::kUsed) {
+      pin_once(block);
+      continue;
+    }
     free_.remove(block);
     blocks_[block] = {kNone, 1, State::kUsed};
+    ++mapped_;
   }
-  mapped_ += blocks.size();
 }
 
 // Takes the oldest idle leaf out of the index; false if there is none.

@@ -2,6 +2,7 @@
 // L2 = indexed with pins == 0 (idle, may leave).
 //
 //   block  FREE -allocate, adopt-> USED (pinned once) -last unpin, no node-> FREE
+//          USED -adopt-> USED (one pin more: tables that share a prefix)
 //          USED, node, no pins (idle) -evict, bytes READY on the host-> FREE
 //                                     -evict, bytes nowhere else-> DRAINING -drained-> FREE
 //
@@ -60,6 +61,7 @@ class DevicePool final : public Place {
   // Each call that changes something checks all its arguments first: Invalid changes nothing.
   void pin(std::span<const BlockId> blocks);
   void unpin(std::span<const BlockId> blocks);
+  // A table that the engine was using before: FREE blocks become USED, those of other tables get a pin more.
   void adopt(std::span<const BlockId> blocks);
   // Both parts empty = busy: nothing is free and nothing may leave.
   Allocation allocate(std::size_t wanted);
@@ -93,7 +95,9 @@ class DevicePool final : public Place {
   };
 
   void require_open() const;
+  void require_call(std::span<const BlockId> blocks) const;
   void require_blocks(std::span<const BlockId> blocks, State state, const char* is_not) const;
+  void require_room_for_pin(std::span<const BlockId> blocks) const;
   void require_once(std::span<const BlockId> blocks) const;
   bool candidate(BlockId block) const noexcept;
   void offer_if_candidate(BlockId block);

@@ -184,8 +184,8 @@ TEST_CASE("device pool: adopt, close, and what is refused") {
   CHECK(f.pool->commit(Blocks{5, 3}, f.root, keys_of(1, 2)) == std::vector<std::uint8_t>{1, 1});
   const auto refuse = [&](auto&& call, const char* why) { CHECK_THROWS_WITH_AS(call(), doctest::Contains(why), Invalid); };
   DevicePool& p = *f.pool;
-  refuse([&] { p.adopt(Blocks{5}); }, "not free");
   refuse([&] { p.adopt(Blocks{1, 1}); }, "twice");
+  refuse([&] { p.adopt(Blocks{5, 5}); }, "twice");
   refuse([&] { p.adopt(Blocks{8}); }, "blocks[0]");
   refuse([&] { p.pin(Blocks{1}); }, "not in use");
   refuse([&] { p.unpin(Blocks{5, 1}); }, "blocks[1]");
@@ -212,6 +212,39 @@ TEST_CASE("device pool: adopt, close, and what is refused") {
   CHECK(gone == keys_of(1, 2));
   refuse([&] { p.allocate(1); }, "closed");
   p.close();
+}
+
+TEST_CASE("device pool: adopted tables share a prefix") {
+  Fixture f(8);
+  DevicePool& p = *f.pool;
+  p.adopt(Blocks{0, 1, 2});
+  p.commit(Blocks{0, 1}, f.root, keys_of(1, 2));
+  p.adopt(Blocks{0, 1, 5});
+  f.check();
+  CHECK(p.counts().mapped == 4);
+  CHECK(p.counts().free == 4);
+  const Blocks fresh = p.allocate(4).blocks;
+  CHECK(fresh == Blocks{3, 4, 6, 7});
+  CHECK(p.allocate(1).blocks.empty());
+  p.unpin(Blocks{0, 1, 2});  // the first table ends: what the second uses stays
+  CHECK(p.counts().mapped == 7);
+  CHECK(p.counts().free == 1);
+  p.unpin(Blocks{0, 1, 5});
+  CHECK(p.counts().idle == 2);
+  p.adopt(Blocks{0, 1});  // idle: in use again
+  CHECK(p.counts().idle == 0);
+  f.check();
+  const std::vector<NodeId> nodes{f.index.find(key_of(1)), f.index.find(key_of(2))};
+  CHECK(p.blocks_of(nodes) == Blocks{0, 1});
+}
+
+TEST_CASE("device pool: a block that drains is nobody's to adopt") {
+  Fixture f(2, true);
+  f.pool->unpin(f.run(f.root, keys_of(1, 2)));
+  const Allocation a = f.pool->allocate(1);
+  REQUIRE(a.draining.size() == 1);
+  CHECK_THROWS_WITH_AS(f.pool->adopt(a.draining), doctest::Contains("draining"), Invalid);
+  f.check();
 }
 
 TEST_CASE("device pool: room for nodes never costs the host copies of the chain itself") {

@@ -133,6 +133,25 @@ struct Life {
     ++naive.blocks[block].pins;
   }
 
+  // A table of an engine that was there before: free blocks, used ones, sometimes one that drains.
+  void adopt(BlockId first) {
+    Blocks table;
+    bool drains = false;
+    for (BlockId b = first; b < std::min(first + 3, kBlocks); ++b) {
+      drains |= naive.blocks[b].state == 2;
+      table.push_back(b);
+    }
+    if (drains) {
+      CHECK_THROWS_AS(pool.adopt(table), Invalid);
+      return;
+    }
+    pool.adopt(table);
+    for (BlockId b : table) {
+      naive.blocks[b].state = 1;
+      ++naive.blocks[b].pins;
+    }
+  }
+
   void unpin(BlockId block) {
     auto& b = naive.blocks[block];
     if (b.pins == 0) {
@@ -200,7 +219,7 @@ struct Life {
   void step() {
     const Name name = 1 + random.below(kNames - 1);
     const BlockId block = random.below(kBlocks);
-    switch (random.below(9)) {
+    switch (random.below(10)) {
       case 0:
       case 1: return allocate();
       case 2: return commit(name);
@@ -211,6 +230,7 @@ struct Life {
       case 5: return touch(name);
       case 6: return rot_or_drained(name, block);
       case 7: return host_gains_or_loses(name);
+      case 8: return random.chance(30) ? adopt(block) : void();
       default: return index_pin(name);
     }
   }

@@ -172,7 +172,13 @@ class RawSession:
         return self
 
     def prove(self) -> RawSession:
-        """Pass the layout proof by writing the slot directly."""
+        """Pass the layout proof."""
+        self.prove_store()
+        assert self.ask(m.Proved(True)) == m.Done()
+        return self
+
+    def prove_store(self) -> None:
+        """First half of the layout proof, by writing the slot directly."""
         arena, shape = self.mapped()
         task = self.ask(m.Prove())
         assert isinstance(task, m.ProveSlot), task
@@ -183,8 +189,6 @@ class RawSession:
             view[number * shape.cell_stride :][: shape.cell_bytes] = np.frombuffer(cell, np.uint8)
             sums[number] = _native.crc32c(cell)
         assert isinstance(self.ask(m.ProvedStore()), m.ProveLoad)
-        assert self.ask(m.Proved(True)) == m.Done()
-        return self
 
     def engine(self, layout: BlockLayout | None = None, **changes: Any) -> RawSession:
         """Attach and prove."""

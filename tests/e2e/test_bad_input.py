@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from fake_engine import BIG, LIMITS, SMALL
-from raw_session import RawSession, hello
+from raw_session import hello
 from real_daemon import eventually
 from scene import Scene
 
@@ -336,25 +336,25 @@ def test_the_proof_has_an_order(scene: Scene) -> None:
     assert isinstance(raw.ask(m.Prove()), m.ProveSlot)
     assert "prove" in raw.failure(m.Prove()).message
     assert "proved" in raw.failure(m.Proved(True)).message
-    # Nothing was written to the slot: this is where a wrong layout ends.
-    answer = raw.failure(m.ProvedStore())
-    assert answer.status == "FAILED_PRECONDITION"
+    raw.ask(m.Quiesced())
     raw.prove()
     assert "prove" in raw.failure(m.Prove()).message
     assert "attach" in raw.failure(hello(SMALL)).message
-    raw.close()
-    eventually(lambda: scene.daemon.group()["engines"] == {}, "the slots of the proof are free")
 
 
-def test_a_proof_that_fails_on_load_leaves_the_session_without_cache(scene: Scene) -> None:
-    raw = RawSession(scene.daemon.socket)
-    with raw:
-        raw.attach(SMALL, model=scene.name)
+@pytest.mark.parametrize("lie", ["store", "load"])
+def test_a_proof_that_fails_ends_the_session_and_its_slot(scene: Scene, lie: str) -> None:
+    raw = scene.session().attach(SMALL, model=scene.name)
+    if lie == "store":  # nothing is where it should be
         assert isinstance(raw.ask(m.Prove()), m.ProveSlot)
-        assert raw.failure(m.ProvedStore()).status == "FAILED_PRECONDITION"
-        raw.ask(m.Quiesced())
-        chain = raw.chain(1, 1)
-        assert "proof" in raw.failure(m.Reserve(chain.root, chain.root, chain.keys.tobytes())).message
+        answer = raw.refused(m.ProvedStore())
+    else:
+        raw.prove_store()
+        answer = raw.refused(m.Proved(False))
+    assert answer.status == "FAILED_PRECONDITION"
+    # This process lives on, and still no slot waits for its end.
+    eventually(lambda: scene.daemon.group()["engines"] == {}, "the engine is forgotten")
+    assert scene.daemon.group()["host"]["filling"] == 0
 
 
 def test_a_hit_of_a_client_is_not_moved_by_nonsense(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""A language model whose daemon dies, stops, comes late or is refused: the same tokens, computed if need be."""
+"""A language model whose daemon dies, stops, comes late or refuses it: the same tokens in every case."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvstore.connectors.embedded.processes import EngineProcess
 from kvstore.connectors.embedded.request import Report
 from real_daemon import RealDaemon, eventually
 from scene import Scene
-from tiny_engines import GPU, HOST, TinyEngine, TinyModel, prompt, tiny
+from tiny_engines import GPU, HOST, TinyEngine, TinyModel, prompt, tiny, written
 
 from kvstore.client import Limits, PagedLayout
 from kvstore.errors import LayoutRefused
 
-__all__ = ["tiny"]
+__all__ = ["tiny", "written"]
 # A dead daemon is noticed at once, a silent one after call_s.
 IMPATIENT = Limits(call_s=0.5, attach_s=5.0, copy_s=10.0, retry_s=0.01, retry_max_s=0.05)
 

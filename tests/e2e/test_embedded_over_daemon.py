@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pytest
 from fake_engine import FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,9 +15,9 @@ from kvstore.connectors.embedded.processes import EngineProcess
 from kvstore.connectors.embedded.request import Report
 from real_daemon import RealDaemon
 from scene import Scene
-from tiny_engines import GPU, HOST, SPEC, TinyEngine, TinyModel, prompt, tiny, tiny_engine
+from tiny_engines import GPU, HOST, SPEC, TinyEngine, TinyModel, prompt, tiny, tiny_engine, written
 
-__all__ = ["tiny", "tiny_engine"]
+__all__ = ["tiny", "tiny_engine", "written"]
 Make = Callable[..., TinyEngine]
 _seeds = itertools.count(1000)
 
@@ -68,13 +67,13 @@ def test_the_golden_conversation_without_reuse(tiny_engine: Make, scene: Scene) 
 
 
 @given(
-    growth=st.lists(
-        st.tuples(st.integers(1, 120), st.integers(1, 40)), min_size=2, max_size=4
-    ),
+    growth=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40)), min_size=2, max_size=4),
     block_tokens=st.sampled_from([16, 32]),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_conversation(shared_daemon: RealDaemon, tiny: TinyModel, growth: list[tuple[int, int]], block_tokens: int) -> None:
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_conversation(
+    shared_daemon: RealDaemon, tiny: TinyModel, growth: list[tuple[int, int]], block_tokens: int
+) -> None:
     inputs, outputs, said = [], [], 0
     for new_input, new_output in growth:
         inputs.append(said + new_input)
@@ -88,6 +87,7 @@ def test_any_conversation(shared_daemon: RealDaemon, tiny: TinyModel, growth: li
             assert report.tokens == tiny.uncached(asked, new)
     finally:
         engine.close()
+    shared_daemon.assert_quiet()
 
 
 # ---- where it comes from -----------------------------------------------------------------------------------
@@ -108,24 +108,19 @@ def test_cold_l2_and_host_give_the_same_tokens(tiny_engine: Make, tiny: TinyMode
     assert cold.tokens == l2.tokens == host.tokens == tiny.uncached(asked)
 
 
-@pytest.mark.parametrize("size", [*range(1, 4), *range(15, 34), *range(47, 50)])
-def test_every_length_modulo_the_block(module_engine: TinyEngine, tiny: TinyModel, size: int) -> None:
+def test_every_length_modulo_the_block(tiny_engine: Make, tiny: TinyModel) -> None:
     """A hit may cover the whole prompt: the last token is computed all the same."""
-    asked = prompt(size, 20_000 + size)
-    cold, warm = module_engine.ask(asked, 8), module_engine.ask(asked, 8)
-    assert sum(warm.reused.values()) == (size - 1) // 16 * 16
-    assert cold.tokens == warm.tokens == tiny.uncached(asked, 8)
+    engine = tiny_engine()
+    for size in (*range(1, 4), *range(15, 34), *range(47, 50)):
+        asked = prompt(size, 20_000 + size)
+        cold, warm = engine.ask(asked, 4), engine.ask(asked, 4)
+        assert sum(warm.reused.values()) == (size - 1) // 16 * 16
+        assert cold.tokens == warm.tokens == tiny.uncached(asked, 4)
 
 
-@pytest.fixture(scope="module")
-def module_engine(shared_daemon: RealDaemon, tiny: TinyModel):  # type: ignore[no-untyped-def]
-    """One engine for tests that only ask; it leaves before the daemon does."""
-    engine = TinyEngine(tiny, shared_daemon.socket).attached()
-    yield engine
-    engine.close()
-
-
-def test_idle_blocks_beyond_the_limit_leave_and_come_back_from_host(tiny_engine: Make, tiny: TinyModel) -> None:
+def test_idle_blocks_beyond_the_limit_leave_and_come_back_from_host(
+    tiny_engine: Make, tiny: TinyModel
+) -> None:
     engine = tiny_engine(idle_max=4)
     asked = prompt(200, 2)
     cold = engine.ask(asked)
@@ -201,10 +196,10 @@ def test_two_processes_share_host(tiny_engine: Make, tiny: TinyModel, scene: Sce
     config = {"model": str(tiny.path), "socket": str(scene.daemon.socket), "blocks": 80}
     other = EngineProcess(tmp_path, config)
     try:
-        report = other.ask("generate", prompt=ours, max_new_tokens=64)
+        report = other.ask("generate", {"prompt": ours, "max_new_tokens": 64})
         assert report["reused"] == {"GPU": 0, "HOST": 144}
         assert tuple(report["tokens"]) == cold.tokens == tiny.uncached(ours)
-        answer = other.ask("generate", prompt=theirs, max_new_tokens=64)
+        answer = other.ask("generate", {"prompt": theirs, "max_new_tokens": 64})
         assert other.ask("settle")["settled"] is True
         back = engine.ask(theirs)
         assert back.reused[HOST] == 160

@@ -93,7 +93,7 @@ def test_a_daemon_killed_while_loads_and_saves_run(stage: Scene) -> None:
                 engine.save(chain)
                 if engine.restored(chain) == 16:
                     restored.release()
-        except BaseException as error:  # whatever a thread raises, the test must say
+        except BaseException as error:  # noqa: BLE001  (whatever a thread raises, the test must say)
             problems.append(error)
 
     worker = threading.Thread(target=work, name="engine")

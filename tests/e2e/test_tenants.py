@@ -88,7 +88,10 @@ def test_a_session_gets_only_the_roots_it_asked_for(stage: Scene) -> None:
     with RawSession(daemon.socket) as raw:
         raw.attach(SMALL, tenants=["a", "d"])
         assert raw.welcome is not None
-        assert {name: set(by) for name, by in raw.welcome.roots.items()} == {"a": {"own", "group"}, "d": set()}
+        assert {name: set(by) for name, by in raw.welcome.roots.items()} == {
+            "a": {"own", "group"},
+            "d": set(),
+        }
         roots = [root for by in raw.welcome.roots.values() for root in by.values()]
         assert len(set(roots)) == 2
 
@@ -159,26 +162,30 @@ def test_roots_are_as_stable_as_the_secrets(stage: Scene, kept: bool) -> None:
     assert ("no daemon.secrets_file" in log) is not kept
 
 
-@pytest.mark.parametrize(
-    ("text", "mode", "named"),
-    [
-        (SECRETS, 0o644, "chmod 600"),
-        (SECRETS.replace("b =", "x ="), 0o600, "no salt for b"),
-        (SECRETS.replace("22" * 32, "zz"), 0o600, "hexadecimal"),
-        (SECRETS.replace("22" * 32, "2222"), 0o600, "16 to 64 bytes"),
-        (SECRETS.replace("22", "11"), 0o600, "same salt"),
-        ("not toml at all", 0o600, "TOML"),
-    ],
-)
-def test_bad_secrets_are_refused_before_any_memory(stage: Scene, text: str, mode: int, named: str) -> None:
-    secrets = stage.folder / "secrets.toml"
-    secrets.touch(mode)
-    secrets.write_text(text)
-    secrets.chmod(mode)
-    settings = {"daemon.secrets_file": f'"{secrets}"', "host.capacity_bytes": '"8TiB"'}
-    daemon = stage.keep(RealDaemon(stage.folder, settings, TWO)).start(wait=False)
-    assert daemon.process.wait(60) == 2
-    said = daemon.said().strip()
-    assert named in said
-    assert "\n" not in said
-    assert "11" * 32 not in said
+BAD_SECRETS = [
+    (SECRETS, 0o644, "chmod 600"),
+    (SECRETS.replace("b =", "x ="), 0o600, "no salt for b"),
+    (SECRETS.replace("22" * 32, "zz"), 0o600, "hexadecimal"),
+    (SECRETS.replace("22" * 32, "2222"), 0o600, "16 to 64 bytes"),
+    (SECRETS.replace("22", "11"), 0o600, "same salt"),
+    ("not toml at all", 0o600, "TOML"),
+]
+
+
+def test_bad_secrets_are_refused_before_any_memory(stage: Scene) -> None:
+    daemons: list[RealDaemon] = []
+    for number, (text, mode, _) in enumerate(BAD_SECRETS):
+        folder = stage.folder / str(number)
+        folder.mkdir()
+        secrets = folder / "secrets.toml"
+        secrets.write_text(text)
+        secrets.chmod(mode)
+        # An arena that no machine has: the secrets are read before it is begun.
+        settings = {"daemon.secrets_file": f'"{secrets}"', "host.capacity_bytes": '"8TiB"'}
+        daemons.append(stage.keep(RealDaemon(folder, settings, TWO)).start(wait=False))
+    for daemon, (_, _, named) in zip(daemons, BAD_SECRETS, strict=True):
+        assert daemon.process.wait(60) == 2
+        said = daemon.said().strip()
+        assert named in said
+        assert "\n" not in said
+        assert "11" * 32 not in said

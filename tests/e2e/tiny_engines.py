@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kvstore.connectors.embedded.attach import connect
 from kvstore.connectors.embedded.engine import Engine, EngineLimits
 from kvstore.connectors.embedded.model import load_model
@@ -21,7 +22,7 @@ from scene import Scene
 from kvstore.client import Limits
 from kvstore.types import Tier
 
-__all__ = ["NEW", "TinyEngine", "TinyModel", "prompt", "tiny", "tiny_engine"]
+__all__ = ["NEW", "TinyEngine", "TinyModel", "prompt", "tiny", "tiny_engine", "written"]
 
 # Two layers: 2 KiB of KV a token, a few milliseconds a step.
 SPEC = replace(TINY, layers=2)
@@ -116,17 +117,25 @@ class TinyEngine:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """The model, written once."""
+def written(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture
-def tiny_engine(scene: Scene, tiny: TinyModel) -> Iterator[Callable[..., TinyEngine]]:
+def tiny(written: TinyModel) -> Iterator[TinyModel]:
+    """The model, written once. One thread: these matrices are too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield written
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tiny_engine(scene: Scene, tiny: TinyModel) -> Callable[..., TinyEngine]:
     """Makes engines on the shared daemon; they are closed with the test."""
 
     def make(**options: Any) -> TinyEngine:
         engine: TinyEngine = scene.keep(TinyEngine(tiny, scene.daemon.socket, **options))
         return engine.attached()
 
-    yield make
+    return make

@@ -7,8 +7,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from kvstore import _native
-from kvstore._native import NONE
+from kvstore import _native, block_tables
+from kvstore._native import KEYS_MAX, NONE
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, NotFound
 from kvstore.keys import KeyChain
 from kvstore.testing import SessionDriver, StoreDriver
@@ -144,6 +144,37 @@ def test_adoption_pins_and_indexes(driver: StoreDriver, session: SessionDriver) 
     assert session.acquire(found.lease.id, 3).added.tolist() == [7, 3, 9]
 
 
+def test_adopted_tables_share_what_they_shared_before(driver: StoreDriver, session: SessionDriver) -> None:
+    """In any order, and also where one of them computed a block of its own."""
+    pool = session.engine.device
+    a, b, c = (session.chain([*tokens(2), *tokens(3, start)]) for start in (100, 200, 300))
+    first = session.adopt(a, [0, 1, 2, 3, 4, 5])
+    second = session.adopt(b, [0, 1, 6, 7, 8])
+    copy = session.adopt(a, [0, 9, 2])  # its second block is a twin of block 1, its third is shared
+    assert pool.counts()["free"] == BLOCKS - 10
+    driver.store.check()
+    busy = session.acquire(0, 3)
+    assert busy.busy, "only two blocks are nobody's"
+    assert sorted(session.acquire(0, 2).added.tolist()) == [10, 11]
+    session.release(first)
+    for chain, blocks in ((a, [0, 1, 2, 3, 4]), (b, [0, 1, 6, 7, 8]), (c, [0, 1])):
+        found = session.lookup(chain)
+        assert session.acquire(found.lease.id, len(blocks)).added.tolist() == blocks
+        session.release(found.lease)
+    session.release(copy)
+    assert pool.counts()["free"] == 2, "blocks 5 and 9 were private"
+    session.release(second)
+    driver.store.check()
+
+
+def test_adoption_refuses_a_block_with_two_contents(driver: StoreDriver, session: SessionDriver) -> None:
+    session.adopt(session.chain(tokens(2)), [0, 1])
+    with pytest.raises(BadRequest, match="already holds"):
+        session.adopt(session.chain(tokens(2, 500)), [0, 2])
+    assert session.engine.device.counts()["free"] == BLOCKS - 2
+    driver.store.check()
+
+
 @pytest.mark.parametrize("table", [[12], [0, 0], [2**32 - 1]])
 def test_a_bad_adoption_changes_nothing(session: SessionDriver, table: list[int]) -> None:
     with pytest.raises(BadRequest, match=r"^adopt"):
@@ -230,14 +261,55 @@ def test_the_table_of_a_very_long_sequence(driver: StoreDriver) -> None:
     """More blocks than one native call takes: 160,000 tokens at 16 a block."""
     session = driver.attach()
     session.own_pool(20_000, 20_000)
-    with pytest.raises(BadRequest, match="grows by at most 8192"):
-        session.acquire(0, 10_000)
-    assert len(session.caller.group.leases) == 0
-    table = session.acquire(0, 8192)
-    session.acquire(table.lease.id, 10_000)
-    assert len(set(table.lease.table.tolist())) == 10_000
+    table = session.acquire(0, 12_500)
+    assert len(set(table.added.tolist())) == 12_500
+    assert len(session.acquire(table.lease.id, 19_000).added) == 6_500
+    assert session.acquire(0, 1_001).busy, "all or nothing"
+    assert session.engine.device.counts()["free"] == 1_000
     session.release(table.lease)
     assert session.engine.device.counts()["free"] == 20_000
+    assert len(session.caller.group.leases) == 0
+
+
+def test_a_very_long_sequence_is_all_or_nothing_when_its_second_part_must_wait(driver: StoreDriver) -> None:
+    session = driver.attach()
+    session.own_pool(KEYS_MAX + 100, KEYS_MAX + 100)
+    idle = session.chain(tokens(8))
+    session.release(serve(session, idle).lease)
+    got = session.acquire(0, KEYS_MAX + 100)
+    assert got.demotions and not len(got.added)
+    counts = session.engine.device.counts()
+    assert (counts["mapped"], counts["free"]) == (0, KEYS_MAX + 92), "the first part was given back"
+    for order in got.demotions:
+        session.write(order.filling)
+        session.publish(order.filling)
+    assert len(session.acquire(0, KEYS_MAX + 100).added) == KEYS_MAX + 100
+
+
+def test_a_very_long_sequence_is_reused_whole_and_adopted_whole(driver: StoreDriver) -> None:
+    count = KEYS_MAX + 500
+    session = driver.attach()
+    session.own_pool(count, count)
+    chain = session.chain(tokens(count))
+    table = session.acquire(0, count)
+    for start in range(0, count, KEYS_MAX):
+        session.commit(table.lease, chain, start, min(count, start + KEYS_MAX))
+    session.release(table.lease)
+    found = session.lookup(chain)
+    again = session.acquire(found.lease.id, count)
+    assert (again.device, again.added.tolist()) == (count, table.added.tolist())
+    session.disconnect()
+    heir = driver.attach()
+    heir.own_pool(count, count)
+    lease = block_tables.adopt(driver.store, heir.caller, b"", table.added, np.empty((0, 32), np.uint8))
+    assert heir.engine.device.counts()["mapped"] == count
+    heir.release(lease)
+    assert heir.engine.device.counts()["free"] == count
+    with pytest.raises(BadRequest, match=r"^adopt\.table"):  # named twice, but in two parts
+        block_tables.adopt(
+            driver.store, heir.caller, b"", np.append(table.added, table.added[:1]), np.empty((0, 32), np.uint8)
+        )
+    assert heir.engine.device.counts()["free"] == count
 
 
 def test_leases_end_once(session: SessionDriver) -> None:

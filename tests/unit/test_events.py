@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.events import EventKind, EventLog, KVEvent
+from kvstore.events import KEYS_PER_EVENT, EventKind, EventLog, KVEvent
 from kvstore.types import Tier
 
 EPOCH, OTHER = b"e" * 16, b"o" * 16
@@ -113,3 +113,14 @@ def test_snapshot_then_replay_is_the_state(changes: list[tuple[bool, set[int]]],
     sequence, rebuilt = snapshot[0], set(snapshot[1])
     apply(rebuilt, log.since(EPOCH, sequence).events)
     assert rebuilt == truth
+
+
+def test_large_events_leave_the_log_earlier() -> None:
+    log = EventLog(b"e" * 16, 10)
+    big = np.zeros((8 * KEYS_PER_EVENT, 32), np.uint8)
+    for _ in range(10):
+        log.append(EventKind.STORED, Tier.HOST, big)
+    assert log.since(log.epoch, 0).gap
+    kept = log.since(log.epoch, log.sequence - 1)
+    assert [len(event.keys) for event in kept.events] == [len(big)]
+    assert sum(len(event.keys) for event in log._ring) <= 10 * KEYS_PER_EVENT

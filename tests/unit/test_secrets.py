@@ -106,3 +106,22 @@ def test_without_a_file_salts_are_random() -> None:
     assert len(set(values)) == len(values)
     assert all(len(value) >= 16 for value in values)
     assert one.tenants.keys() == {"alice", "bob"} and one.groups.keys() == {"red"}
+
+
+def test_a_relative_file_lies_beside_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secrets.toml").write_text(f'[tenants]\ndefault = "{"ab" * 16}"\n')
+    (tmp_path / "secrets.toml").chmod(0o600)
+    (tmp_path / "kvstore.toml").write_text('[daemon]\nsecrets_file = "secrets.toml"\n')
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = Config.load(tmp_path / "kvstore.toml", environ={})
+    assert Salts.load(config).tenants == {"default": b"\xab" * 16}
+
+
+def test_a_missing_file_names_the_key() -> None:
+    config = Config.load(environ={}, flags=["daemon.secrets_file=/nowhere/secrets.toml"])
+    with pytest.raises(ConfigError, match=r"daemon\.secrets_file: /nowhere/secrets\.toml"):
+        Salts.load(config)

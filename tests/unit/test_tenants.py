@@ -92,3 +92,10 @@ def test_another_model_or_layout_is_another_namespace(driver: StoreDriver, sessi
 def test_a_block_must_fit_a_slab(driver: StoreDriver) -> None:
     with pytest.raises(Refused, match=r"host\.slab_bytes"):
         driver.attach(layout=small_layout(head_dim=8192, layers=8))
+
+
+def test_a_tenant_is_named_once(driver: StoreDriver) -> None:
+    with pytest.raises(BadRequest, match="at most once"):
+        driver.attach(("default", "default"))
+    with pytest.raises(BadRequest, match="at most once"):
+        driver.attach(("default",) * 100_000)

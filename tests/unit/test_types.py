@@ -137,7 +137,7 @@ def test_layout_limits_are_named(field: str, bad: object) -> None:
 
 @given(
     st.integers(1, 1024),
-    st.integers(1, 1024),
+    st.integers(1, 64),
     st.integers(1, 8192),
     st.sampled_from(["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"]),
     st.integers(1, 4096),
@@ -201,3 +201,9 @@ def test_reuse_widens() -> None:
 
 def test_tier_names_are_their_values() -> None:
     assert [tier.value for tier in Tier] == ["GPU", "HOST", "NVME", "PEER", "REMOTE"]
+
+
+def test_a_layout_has_no_more_cells_than_a_slot_can_sum() -> None:
+    with pytest.raises(BadRequest, match="cells"):
+        BlockLayout(1024, 65, 1, "int8", 1)
+    assert BlockLayout(1024, 64, 1, "int8", 1).cells == 65_536

@@ -1,0 +1,73 @@
+"""Write README's figures from bench/results: between `<!-- numbers:NAME -->` and `<!-- /numbers -->`.
+
+python -m bench.numbers          rewrite README.md
+python -m bench.numbers --check  exit 1 when README.md is not what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.machine import RESULTS
+
+__all__ = ["main", "rendered"]
+
+README = Path(__file__).parent.parent / "README.md"
+_BLOCK = re.compile(r"<!-- numbers:(\w+) -->\n.*?<!-- /numbers -->", re.DOTALL)
+
+
+def rendered(text: str) -> str:
+    """README with every block of figures made anew."""
+    return _BLOCK.sub(
+        lambda match: f"<!-- numbers:{match[1]} -->\n{_BLOCKS[match[1]]()}<!-- /numbers -->", text
+    )
+
+
+def _demo() -> str:
+    result: dict[str, Any] = json.loads((RESULTS / "demo.json").read_text())
+    where = result["where"]
+    rows = [
+        "![time to first token, cold and from each tier](bench/results/demo.png)\n",
+        "| what | time to first token | against cold |",
+        "|---|---|---|",
+    ]
+    cold = result["ttft_s"]["cold"]
+    for name, text in (
+        ("cold", "computed"),
+        ("L2", "idle device blocks"),
+        ("HOST", "arena, new engine process"),
+    ):
+        seconds = result["ttft_s"][name]
+        rows.append(f"| {name} ({text}) | {1000 * seconds:.0f} ms | {cold / seconds:.1f} × |")
+    rows.append(
+        f"\nPrompt of {result['prompt_tokens']} tokens, medians of three; {result['new_tokens']} greedy tokens "
+        f"of every answer identical to the uncached run: {'yes' if result['answers_identical'] else 'NO'}; one inverted cell "
+        f"noticed: {'yes' if result['negative_control_detected'] else 'NO'}; cold prefill runs at "
+        f"{result['prefill_over_transformers']:.2f} × HF transformers' speed, so no slow engine flatters the "
+        f"cache. `{result['command']}`, commit {where['commit']}, {where['cores']} cores of {where['cpu']}, "
+        f"{where['date']}.\n"
+    )
+    return "\n".join(rows)
+
+
+_BLOCKS = {"demo": _demo}
+
+
+def main() -> int:
+    """Returns the exit status."""
+    before = README.read_text()
+    after = rendered(before)
+    if "--check" in sys.argv[1:]:
+        if before != after:
+            print("README.md does not show what bench/results say: run python -m bench.numbers")
+        return int(before != after)
+    README.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
