@@ -43,14 +43,17 @@ def _demo() -> str:
     ):
         seconds = result["ttft_s"][name]
         rows.append(f"| {name} ({text}) | {1000 * seconds:.0f} ms | {cold / seconds:.1f} × |")
-    rows.append(
-        f"\nPrompt of {result['prompt_tokens']} tokens, medians of three; {result['new_tokens']} greedy tokens "
-        f"of every answer identical to the uncached run: {'yes' if result['answers_identical'] else 'NO'}; one inverted cell "
-        f"noticed: {'yes' if result['negative_control_detected'] else 'NO'}; cold prefill runs at "
-        f"{result['prefill_over_transformers']:.2f} × HF transformers' speed, so no slow engine flatters the "
-        f"cache. `{result['command']}`, commit {where['commit']}, {where['cores']} cores of {where['cpu']}, "
-        f"{where['date']}.\n"
+    same = "yes" if result["answers_identical"] else "NO"
+    noticed = "yes" if result["negative_control_detected"] else "NO"
+    machine = f"{where['cores']} cores of {where['cpu']}"
+    tokens, new, speed = result["prompt_tokens"], result["new_tokens"], result["prefill_over_transformers"]
+    sentences = (
+        f"\nPrompt of {tokens} tokens, medians of three. {new} greedy tokens of every answer identical to",
+        f"the uncached run: {same}. One inverted cell noticed: {noticed}. Cold prefill runs at {speed:.2f} ×",
+        "the speed of HF transformers, so no slow engine flatters the cache.",
+        f"`{result['command']}`, commit {where['commit']}, {machine}, {where['date']}.\n",
     )
+    rows.append(" ".join(sentences))
     return "\n".join(rows)
 
 

@@ -137,8 +137,13 @@ class Copier:
     @property
     def eventfd(self) -> int:
         """Readable while completions() has something."""
-    def store(self, arena: Arena, format: SlotFormat, layout: PagedLayout, blocks: U32, slots: U32) -> int:
+    def store(
+        self, arena: Arena, format: SlotFormat, layout: PagedLayout, blocks: U32, slots: U32, generations: U64
+    ) -> int:
         """Copy device blocks into FILLING slots, cells summed on the way. Returns a job id.
+
+        generations: (n,) of each slot when it was reserved. A slot that is not FILLING in that generation any
+        more is somebody else's: its block is STALE and nothing was written.
 
         Raises BlockingIOError when queue_max jobs wait.
         """
@@ -163,6 +168,9 @@ def verify_slots(arena: Arena, format: SlotFormat, slots: U32, keys: U8) -> U8:
 
 def table_crcs(arena: Arena, format: SlotFormat, slots: U32) -> U32:
     """(n,) CRC32C of each slot's CRC table, as publish() needs it. Reads 4 bytes per cell."""
+
+def slot_generations(arena: Arena, slots: U32) -> U64:
+    """(n,) generation of each slot: a FILLING slot's names the hand-out that its writer was given."""
 
 # ---- metadata: one thread (the daemon's loop) owns all of it ----------------------------------------
 

@@ -163,7 +163,7 @@ def _demote(caller: Caller, pool: OwnedPool, got: Allocation) -> tuple[Demotion,
         blocks = np.where(blocks == NONE, staying, blocks).astype(np.uint32)
         if not len(nodes):
             continue
-        filling = group.begin_filling(caller, nodes, slots)
+        filling = group.begin_filling(caller, nodes, slots, alone=True)
         drained = np.isin(nodes, got.draining_nodes)
         filling.drain, filling.copied = blocks[drained], blocks[~drained]
         pool.pin(filling.copied)

@@ -178,6 +178,8 @@ def _print_status(report: dict[str, Any]) -> None:
                 f"{facts['pool']} pool, {facts['sessions']} sessions",
             )
         console.print(table)
+        if group["alarm"]:
+            console.print(f"ALARM {group['alarm']}", style="bold red", markup=False)
         console.print(
             f"lookups {counters['lookups']} · blocks asked {counters['lookup_blocks']} · hit "
             f"{counters['hit_blocks']} {counters['hit_blocks_by_tier']} · saved {counters['saved_blocks']} · "

@@ -2,7 +2,7 @@
 
 attach    a session joins its engine
 detach    its connection closed: pins end at once, slots it may write stay quarantined (LAWS A1)
-writer_gone   its process ended, or said `quiesced`: the engine's last writer frees the slots
+writer_gone   its process ended, or said `quiesced`: its part of every filling is given up
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def detach(caller: Caller) -> None:
     if engine.pool_session == caller.session:
         _close_pool(group, engine)
     del group.callers[caller.session]
+    group.leave_fillings(engine, 0)  # those that wait for nobody: orders to a session that cannot copy
     if not group.fillings.count(engine.id):
         engine.writers.clear()  # no slot depends on anyone
     _forget(group, engine)
@@ -67,14 +68,13 @@ def _close_pool(group: Group, engine: Engine) -> None:
 
 
 def writer_gone(group: Group, engine: Engine, session: int) -> int:
-    """A process cannot write any more; how many fillings were freed because it was the last."""
+    """A process cannot write any more; how many fillings were freed because they waited for it alone."""
     engine.writers.discard(session)
-    aborted = 0
-    if not engine.writers:
-        aborted = group.abort_fillings(engine)
+    freed = group.leave_fillings(engine, session)
+    if freed:
         group.record_changes(engine)
     _forget(group, engine)
-    return aborted
+    return freed
 
 
 def _forget(group: Group, engine: Engine) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
+from kvstore import _native
 from kvstore._native import NONE, SlotFormat
 from kvstore.clock import Clock
 from kvstore.config import Config
@@ -20,13 +22,18 @@ from kvstore.memory import GroupMemory
 from kvstore.tiers.gpu import BorrowedPool, OwnedPool
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.noop import NoTier
-from kvstore.transfers import Filling, Fillings
-from kvstore.types import BlockLayout, Part, Reuse, Tier
+from kvstore.transfers import Filling, Fillings, Handed, mark
+from kvstore.types import BlockLayout, Namespace, Part, Reuse, Tier
 
 __all__ = ["Caller", "Counters", "Engine", "Group", "Root"]
 
+log = structlog.get_logger()
+
 # A root is made per namespace and tenant at attach; far more than models × tenants on one node.
 ROOTS_MAX = 65_536
+# A new fleet saves for a while before anything repeats; 1,000 blocks are 16,000 tokens.
+ALARM_SAVED_BLOCKS = 1000
+ALARM_LOOKUPS = 100
 # Reserve calls of one engine that wait for their publish; each holds at least one slot.
 FILLINGS_MAX = 4096
 
@@ -47,6 +54,7 @@ class Engine:
 
     Attributes:
         id: 16 bytes.
+        layout, namespace: what its processes attached with; equal for all of them.
         device: its device pool.
         pool_session: session that declared the pool (the pool dies with it).
         sessions: open sessions.
@@ -55,6 +63,8 @@ class Engine:
     """
 
     id: bytes
+    layout: BlockLayout
+    namespace: Namespace
     device: OwnedPool | BorrowedPool | NoTier = field(default_factory=lambda: NoTier(Tier.GPU))
     pool_session: int = 0
     sessions: set[int] = field(default_factory=set)
@@ -69,7 +79,8 @@ class Caller:
         session: number.
         engine: the engine it belongs to.
         layout, shape: the block, and its form in a slot.
-        part: cells that this process holds.
+        part: cells that this process holds; of no meaning unless it copies.
+        copies: it moves bytes (every role but the scheduler's).
         roots: keys of the roots it may use.
         heard_s: when it last sent something.
     """
@@ -82,6 +93,7 @@ class Caller:
     part: Part
     roots: frozenset[bytes]
     heard_s: float
+    copies: bool = True
 
 
 @dataclass(slots=True)
@@ -89,6 +101,7 @@ class Counters:
     """Totals since start, in blocks unless the name says otherwise."""
 
     lookups: int = 0
+    matches: int = 0
     lookup_blocks: int = 0
     hit_blocks: int = 0
     hit_blocks_by_tier: dict[str, int] = field(default_factory=lambda: {Tier.GPU: 0, Tier.HOST: 0})
@@ -117,6 +130,8 @@ class Group:
         self.counters = Counters()
         self.config = config
         self.clock = clock
+        self.alarm = ""
+        """What an operator should look at, "" when nothing."""
 
     def add_root(self, key: bytes, tenant: str, reuse: Reuse) -> Root:
         """The root for `key`, made on first use.
@@ -156,10 +171,33 @@ class Group:
         if self.fillings.count(caller.engine.id) >= FILLINGS_MAX:
             raise LimitExceeded(f"fillings_max = {FILLINGS_MAX}: publish or abort some before reserving more")
 
-    def begin_filling(self, caller: Caller, nodes: NDArray[np.uint32], slots: NDArray[np.uint32]) -> Filling:
-        """Record slots that were reserved for this caller's engine: every process of it may write now."""
-        caller.engine.writers |= caller.engine.sessions
-        return self.fillings.begin(caller.engine.id, caller.session, caller.shape, nodes, slots)
+    def can_fill(self, engine: Engine) -> bool:
+        """Whether processes that are attached now hold every cell of a block between them."""
+        layout = engine.layout
+        held = np.zeros((layout.layers, layout.kv_heads), np.bool_)
+        for part in self._parts(engine).values():
+            mark(held, part)
+        return bool(held.all())
+
+    def _parts(self, engine: Engine) -> dict[int, Part]:
+        callers = [self.callers[session] for session in engine.sessions]
+        return {caller.session: caller.part for caller in callers if caller.copies}
+
+    def begin_filling(
+        self, caller: Caller, nodes: NDArray[np.uint32], slots: NDArray[np.uint32], *, alone: bool = False
+    ) -> Filling:
+        """Record slots that were reserved for this caller's engine: every process of it may write now.
+
+        Args:
+            alone: only the caller is told of them (an order, a proof).
+        """
+        engine = caller.engine
+        parts = self._parts(engine)
+        if alone:
+            parts = {caller.session: caller.part} if caller.copies else {}
+        engine.writers |= parts.keys()
+        handed = Handed(nodes, slots, _native.slot_generations(self.arena, slots))
+        return self.fillings.begin(engine.id, caller.session, caller.shape, handed, parts)
 
     def end_filling(self, filling: Filling) -> None:
         """A filling was published or aborted: whatever waited for its copy goes on."""
@@ -171,13 +209,36 @@ class Group:
             if len(filling.copied):
                 engine.device.unpin(filling.copied)
 
-    def abort_fillings(self, engine: Engine) -> int:
-        """Free what the engine was filling; only when nothing of it can write any more."""
-        fillings = self.fillings.of_engine(engine.id)
-        for filling in fillings:
-            self.host.abort(filling.nodes, filling.slots)
-            self.end_filling(filling)
-        return len(fillings)
+    def finish_filling(self, filling: Filling) -> int:
+        """A filling is over: publish what every rank wrote, free the rest; how many became readable."""
+        nodes, left = filling.nodes[: filling.blocks], slice(filling.blocks, None)
+        ready = 0
+        if len(nodes):
+            keys = self.index.keys(nodes)
+            above = self.index.parent(int(nodes[0]))
+            parent = self.index.keys(np.array([above], np.uint32)).tobytes() if above != NONE else b""
+            slots = filling.slots[: filling.blocks]
+            ready = self.host.publish(nodes, slots, filling.shape, filling.checked)
+            if ready == len(keys):
+                self.events.append(EventKind.STORED, Tier.HOST, keys, parent=parent)
+            else:
+                self.events.append(EventKind.STORED, Tier.HOST, keys[self.host.readable(nodes)])
+        self.host.abort(filling.nodes[left], filling.slots[left])
+        if len(filling.drain):
+            self.counters.demoted_blocks += ready
+        self.counters.saved_blocks += ready
+        self.end_filling(filling)
+        return ready
+
+    def leave_fillings(self, engine: Engine, session: int) -> int:
+        """A process of the engine writes no more; how many fillings that freed."""
+        freed = 0
+        for filling in self.fillings.of_engine(engine.id):
+            filling.leave(session)
+            if filling.over:  # given up: what every rank had written was published at once
+                self.finish_filling(filling)
+                freed += 1
+        return freed
 
     def end_lease(self, lease: Lease, state: LeaseState = LeaseState.RELEASED) -> None:
         """Unpin a lease's node and its block table."""
@@ -188,6 +249,22 @@ class Group:
         if state is LeaseState.RELEASED:
             self._count_hits(lease)
         self.leases.end(lease, state)
+
+    def watch_hits(self) -> None:
+        """Raise the alarm when blocks are saved and asked for and not one is ever found.
+
+        That is what differing hashes, roots or tokenizers look like, and nothing else shows it: the engine
+        just computes (LMCache #1139, vLLM #42625).
+        """
+        counters = self.counters
+        if counters.matches:
+            self.alarm = ""
+        elif not self.alarm and counters.saved_blocks >= ALARM_SAVED_BLOCKS:
+            self.alarm = (
+                f"{counters.lookups} lookups found none of {counters.saved_blocks} saved blocks: do the "
+                "engines agree on model, tokenizer, layout and tenant?"
+            )
+            log.warning("no hits at all", group=self.name, alarm=self.alarm)
 
     def _count_hits(self, lease: Lease) -> None:
         by_tier = self.counters.hit_blocks_by_tier

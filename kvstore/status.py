@@ -28,6 +28,7 @@ def _group(group: Group) -> dict[str, object]:
             "dropped": dict(group.host.dropped),
         },
         "index": {"nodes": len(group.index), "nodes_max": group.index.nodes_max},
+        "alarm": group.alarm,
         "leases": len(group.leases),
         "fillings": len(group.fillings),
         "quarantined": sum(len(f.slots) for f in group.fillings if not _open(group, f.engine)),

@@ -20,14 +20,14 @@ from kvstore._native import NONE, Reserved, Walk
 from kvstore.clock import Clock
 from kvstore.config import Config, Salts
 from kvstore.errors import BadRequest, NotFound, Refused
-from kvstore.events import EventKind, Snapshot
-from kvstore.group import Caller, Group
+from kvstore.events import Snapshot
+from kvstore.group import ALARM_LOOKUPS, Caller, Group
 from kvstore.keys import KEY_BYTES
 from kvstore.leases import Lease, LeaseState
 from kvstore.memory import open_memory
 from kvstore.policy import reload
 from kvstore.transfers import Filling
-from kvstore.types import FetchPlan, Namespace, Reuse, Tier
+from kvstore.types import FetchPlan, Namespace, Reuse
 
 __all__ = ["Match", "Published", "Reservation", "Store"]
 
@@ -163,6 +163,8 @@ class Store:
         walk = _walk(group, root, blocks, positions, keys)
         group.counters.lookups += 1
         group.counters.lookup_blocks += blocks
+        if group.counters.lookups % ALARM_LOOKUPS == 0:
+            group.watch_hits()
         return self._match(caller, None, root, blocks, walk)
 
     def extend(
@@ -193,6 +195,7 @@ class Store:
             lease.nodes = nodes
             group.leases.repin(lease, int(nodes[-1]))
         lease.device, lease.host = on_device, on_host
+        group.counters.matches += 1
         group.host.touch(int(nodes[-1]))
         device.touch(int(nodes[-1]))
         plan = reload.plan(on_device, on_host)
@@ -266,6 +269,9 @@ class Store:
         node = self.parent_node(caller, root, parent)
         if node == NONE:
             return Reservation(None, _nothing(), 0, 0, len(keys), reason="the parent block is not known here")
+        if not group.can_fill(caller.engine):
+            why = "not every cell of a block has a process attached that writes it"
+            return Reservation(None, _nothing(), 0, 0, len(keys), reason=why)
         group.check_room_for_filling(caller)
         got = self._reserve_inline(caller, node, keys)
         nodes, slots = np.concatenate([g.nodes for g in got]), np.concatenate([g.slots for g in got])
@@ -302,46 +308,41 @@ class Store:
         """A rank has written its part of the first `blocks` slots of a filling.
 
         Raises:
-            NotFound: no such filling of this engine (publish without reserve, twice, or after abort).
+            NotFound: no such filling of this engine (publish without reserve, twice, or after abort), or
+                this process was not there when it was reserved.
             BadRequest: more blocks than the filling has.
+            Refused: a scheduler writes nothing.
         """
         group = caller.group
+        if not caller.copies:
+            raise Refused("publish: a scheduler holds no part of a block; its workers publish")
         filling = group.fillings.get(caller.engine.id, token)
         if not 0 <= blocks <= len(filling.slots):
             raise BadRequest(f"publish.blocks: need 0 to {len(filling.slots)}, got {blocks}")
-        if not filling.cover(caller.part, blocks, checked):
+        filling.cover(caller.session, blocks, checked)
+        if not filling.over:
             return Published(0, 0, pending=True)
-        return self._make_ready(group, filling, caller)
-
-    def _make_ready(self, group: Group, filling: Filling, caller: Caller) -> Published:
-        done, left = slice(0, filling.blocks), slice(filling.blocks, None)
-        nodes = filling.nodes[done]
-        ready = 0
-        if len(nodes):
-            keys = group.index.keys(nodes)
-            first = int(nodes[0])
-            above = group.index.parent(first)
-            parent = group.index.keys(np.array([above], np.uint32)).tobytes() if above != NONE else b""
-            ready = group.host.publish(nodes, filling.slots[done], filling.shape, filling.checked)
-            if ready == len(keys):
-                group.events.append(EventKind.STORED, Tier.HOST, keys, parent=parent)
-            else:
-                group.events.append(EventKind.STORED, Tier.HOST, keys[group.host.readable(nodes)])
-        group.host.abort(filling.nodes[left], filling.slots[left])
-        if len(filling.drain):
-            group.counters.demoted_blocks += ready
-        group.counters.saved_blocks += ready
-        group.end_filling(filling)
+        ready = group.finish_filling(filling)
         group.record_changes(caller.engine)
         return Published(ready, len(filling.slots) - ready, pending=False)
 
     def abort(self, caller: Caller, token: int) -> None:
-        """Give a filling up; the caller says that none of its processes writes to it any more."""
+        """Give a filling up: this process will not write (any more of) its part.
+
+        Nothing of it becomes readable. Its slots are free once every other part has had its say too; a
+        scheduler has no part, so its abort alone never frees what a worker may write.
+
+        Raises:
+            NotFound: as for publish.
+        """
         group = caller.group
         filling = group.fillings.get(caller.engine.id, token)
-        group.host.abort(filling.nodes, filling.slots)
-        group.end_filling(filling)
-        group.record_changes(caller.engine)
+        if caller.copies:
+            filling.cover(caller.session, 0, checked=False)
+        filling.blocks = 0
+        if filling.over:
+            group.finish_filling(filling)
+            group.record_changes(caller.engine)
 
     def parent_node(self, caller: Caller, root: bytes, parent: bytes) -> int:
         """Node of `parent` under `root`, NONE when it is not known.

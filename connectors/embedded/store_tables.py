@@ -3,10 +3,10 @@
     begin    lookup → acquire (device hits, blocks to load, fresh blocks) → load starts
     ready    load ended: what is verified counts as reused, the rest is computed
     filled   full blocks get their keys (L1/L2 reuse from now on) and are saved to HOST in the background
-    finish   saves joined → release: L1 becomes L2
+    finish   what was not saved yet is, saves joined → release: L1 becomes L2
 
 Without a daemon every table is allocated here from blocks that nobody holds, and the engine runs uncached;
-when a daemon is back, `poll` hands it the tables in use (adopt) and reuse starts again.
+when a daemon is back, `poll` hands it the tables in use (adopt), and once it has them all reuse starts again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreTables"]
 
-# Saves of one table that may wait for their copy; more are folded into the next call.
+# Saves of one table that may wait for their copy; more are folded into the next call, or into `finish`.
 SAVES_PER_TABLE_MAX = 4
+# What one adoption can name; the daemon grows no table beyond it either.
+TABLE_BLOCKS_MAX = 1 << 16
 
 
 @dataclass(slots=True)
@@ -45,6 +47,9 @@ class _Handle:
         generation: attach that the lease belongs to.
         committed: of those, leading blocks whose keys the daemon knows.
         saved: leading blocks handed to a save (or on HOST before).
+        behind: a save is still owed: one was put off, or a new daemon has not got these blocks.
+        sound: after a load that came short, leading blocks whose bytes are verified; only those are
+            committed, and nothing is saved (LAWS A4). None: every load was whole.
         load: the load under way.
         load_start: first block that it fills.
         saves: under way, oldest first.
@@ -59,10 +64,17 @@ class _Handle:
     generation: int = 0
     committed: int = 0
     saved: int = 0
+    behind: bool = False
+    sound: int | None = None
     load: Load | None = None
     load_start: int = 0
     saves: list[Save] = field(default_factory=list)
     finished: bool = False
+
+    def may_commit(self, chain: KeyChain | None, stop: int) -> int:
+        """Of the first `stop` blocks, those that have keys and bytes to stand for."""
+        keys = len(chain) if chain is not None else 0
+        return min(stop, keys) if self.sound is None else min(stop, keys, self.sound)
 
 
 class StoreTables:
@@ -95,7 +107,7 @@ class StoreTables:
 
     @property
     def capacity_blocks(self) -> int:
-        return self._blocks
+        return min(self._blocks, TABLE_BLOCKS_MAX)
 
     @property
     def attached(self) -> bool:
@@ -118,7 +130,7 @@ class StoreTables:
             if lease:
                 self._client.release(lease)
             return None if self._client.attached else self._begin_here(handle, total)
-        handle.lease, handle.generation = got.lease, self._client.generation
+        handle.lease, handle.generation = got.lease, got.generation
         table = Table(got.added.tolist(), {Tier.GPU: got.device * self._block_tokens}, handle)
         handle.full = handle.committed = got.device
         self._live[id(table)] = (table, handle)
@@ -160,6 +172,8 @@ class StoreTables:
             return False
         handle.load = None
         start, good = handle.load_start, result.good
+        if good < len(result.status):
+            handle.sound = start + good
         loaded = table.blocks[start : start + good]
         if self.on_loaded is not None and loaded:
             self.on_loaded(loaded)
@@ -204,16 +218,20 @@ class StoreTables:
         return bool(handle.lease) and handle.generation == self._client.generation
 
     def _commit(self, table: Table, handle: _Handle, stop: int) -> None:
+        stop = handle.may_commit(handle.chain, stop)
         if self.read_only or handle.chain is None or stop <= handle.committed or not self._holds(handle):
             return
-        self._client.commit(handle.lease, handle.chain, handle.committed, min(stop, len(handle.chain)))
-        handle.committed = min(stop, len(handle.chain))
+        self._client.commit(handle.lease, handle.chain, handle.committed, stop)
+        handle.committed = stop
 
     def _save(self, table: Table, handle: _Handle, stop: int) -> None:
         """Write blocks through to HOST, in chain order, copied while the next step computes."""
         assert handle.chain is not None
         start, stop = handle.saved, min(stop, len(handle.chain))
-        if stop <= start or len(handle.saves) >= SAVES_PER_TABLE_MAX:
+        if stop <= start or handle.sound is not None:
+            return
+        handle.behind = len(handle.saves) >= SAVES_PER_TABLE_MAX and not handle.finished
+        if handle.behind:
             return
         blocks = np.asarray(table.blocks[start:stop], np.uint32)
         handle.saves.append(self._client.save(handle.chain, start, stop, blocks))
@@ -228,6 +246,8 @@ class StoreTables:
         handle.finished = True
         if handle.load is not None:
             handle.load.cancel()
+        if handle.behind and handle.chain is not None and not self.read_only and self._holds(handle):
+            self._save(table, handle, handle.full)
         self._reap(table, handle)
 
     def poll(self) -> None:
@@ -269,20 +289,31 @@ class StoreTables:
 
     # ---- a daemon came (back) ----------------------------------------------------------------------------
 
-    def _adopt_all(self) -> None:
-        """Tell a new daemon which blocks are in use and what they hold, before it hands any out."""
+    def _adopt_all(self) -> bool:
+        """Tell a new daemon which blocks are in use and what they hold, before it hands any out.
+
+        Returns:
+            Whether it knows all of them: until then no block is anybody's, and `poll` asks again.
+        """
+        whole = True
         for table, handle in list(self._live.values()):
             if self._holds(handle):
                 continue
             # Hashed again: another daemon may hold other salts, and then the old keys mean nothing to it.
             kept = list(handle.tokens[: handle.full * self._block_tokens])
             chain = None if self.read_only else self._client.chain(kept, self._tenant, handle.reuse)
-            keys = len(chain) if chain is not None else 0
-            got = self._client.adopt(np.asarray(table.blocks, np.uint32), chain, keys)
+            keys = handle.may_commit(chain, handle.full)
+            blocks = np.asarray(table.blocks, np.uint32)
+            got = self._client.adopt(blocks, chain, keys)
+            if isinstance(got, Busy) and keys:
+                keys = 0  # refused for them, perhaps: that the blocks are in use matters more
+                got = self._client.adopt(blocks, None, 0)
             if isinstance(got, Busy):
-                continue  # asked again at the next attach; until then the table cannot grow
-            handle.lease, handle.generation = got.lease, self._client.generation
-            handle.chain, handle.committed, handle.saved = chain, keys, 0
+                whole = False
+                continue
+            handle.lease, handle.generation = got.lease, got.generation
+            handle.chain, handle.committed, handle.saved, handle.behind = chain, keys, 0, keys > 0
+        return whole
 
 
 def _handle(table: Table) -> _Handle:

@@ -38,7 +38,11 @@ class Table:
 
 
 class Tables(Protocol):
-    """Allocates block tables. All calls come from one thread and return without waiting."""
+    """Allocates block tables. All calls come from one thread.
+
+    No call waits for a load or a save. `begin`, `grow`, `finish` and `poll` may ask a daemon and, where idle
+    blocks have to leave the device first, copy those down: bounded by the deadlines and rounds of the client.
+    """
 
     @property
     def block_tokens(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ class AsyncClient(Face):
         self._tasks = Tasks(self._core)
         self._changed = asyncio.Event()
         self._closed = False
+        self._growing: set[int] = set()  # leases whose acquire has not ended
         self._core.changed = self._on_changed
         self._upkeep = asyncio.get_running_loop().create_task(
             self._tasks.run(upkeep(self._core)), name="kvstore-client"
@@ -191,14 +192,30 @@ class AsyncClient(Face):
         source = as_blocks(self._core, blocks, len(reservation.slots))
         return AsyncSave(self._tasks, writing.write(self._core, reservation, source))
 
+    async def abort(self, reservation: Reservation) -> None:
+        """Give a reservation up that this process will not write; the slots wait for the other ranks.
+
+        Raises:
+            BadRequest: a write of it is under way here.
+        """
+        await self._run(writing.abort(self._core, reservation))
+
     # ---- the device pool -------------------------------------------------------------------------------
 
     async def acquire(self, lease: int, blocks: int) -> Table | Busy:
         """Make the block table of a lease (0 = a new one) `blocks` long; copies down first what must leave.
 
-        After every attach this is `Busy` until `poll()` has run `on_attach`.
+        All or nothing: a table is never left part of the way. After every attach this is `Busy` until
+        `poll()` has run `on_attach`, and `on_attach` has not answered False. What a cancelled call added to
+        a lease is part of what the next call for that lease answers (`Busy` until the cancelled one is over).
         """
-        return await self._run(pooling.acquire(self._core, lease, blocks))
+        if not lease:
+            return await self._run(pooling.acquire(self._core, 0, blocks))
+        self._check()
+        if lease in self._growing:
+            return Busy("an acquire of this lease is under way")
+        self._growing.add(lease)
+        return await self._run(self._grow(lease, blocks), self._keep)
 
     async def commit(self, lease: int, chain: KeyChain, start: int, stop: int) -> int:
         """Blocks [start, stop) of the lease's table hold these keys; how many were indexed under them."""
@@ -235,20 +252,34 @@ class AsyncClient(Face):
         return await self._run(asking.heartbeat(self._core))
 
     async def quiesced(self) -> bool:
-        """Join every copy of this process and say so; what it was filling is aborted."""
+        """Join every copy of this process and say so; what it was filling is aborted, reservations end."""
         return await self._run(asking.quiesced(self._core))
 
     # ---- inside ----------------------------------------------------------------------------------------
 
-    async def _run(self, op: Op[T]) -> T:
+    async def _run(self, op: Op[T], undo: Callable[[object], Op[None] | None] | None = None) -> T:
         self._check()
-        return await self._tasks.shielded(op, self._given_back)
+        return await self._tasks.shielded(op, undo or self._given_back)
 
     def _given_back(self, result: object) -> Op[None] | None:
         """What undoes an operation whose caller is not there any more."""
-        if isinstance(result, Hit | Table):
+        if isinstance(result, Hit | Table):  # a table whose lease nobody was told of
             return reading.release(self._core, result.lease)
+        if isinstance(result, Reservation):
+            return writing.abort(self._core, result)
         return None
+
+    def _grow(self, lease: int, blocks: int) -> Op[Table | Busy]:
+        try:
+            got = yield from pooling.acquire(self._core, lease, blocks)
+        finally:
+            self._growing.discard(lease)
+        return self._core.with_unseen(got) if isinstance(got, Table) else got
+
+    def _keep(self, result: object) -> None:
+        """A table that grew is in use: nothing of it is given back, the next acquire tells of it."""
+        if isinstance(result, Table):
+            self._core.keep_unseen(result)
 
     def _on_changed(self) -> None:
         self._changed.set()

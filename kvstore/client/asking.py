@@ -9,7 +9,7 @@ import msgspec
 from kvstore.client.core import Core, ask
 from kvstore.client.effects import Op, Work
 from kvstore.errors import KVStoreError
-from kvstore.rpc.messages import Check, Done, Heartbeat, Quiesced, Status, StatusReport
+from kvstore.rpc.messages import Check, Done, Heartbeat, Quiesced, Quieted, Status, StatusReport
 
 __all__ = ["heartbeat", "quiesced", "report_of"]
 
@@ -42,15 +42,20 @@ def heartbeat(core: Core) -> Op[bool]:
 
 
 def quiesced(core: Core) -> Op[bool]:
-    """Join every copy of this process, then say so: the daemon aborts what it was filling."""
+    """Join every copy of this process, then say so: the daemon aborts what it was filling.
+
+    No store begins until the daemon has answered, and none into slots that were reserved before that.
+    """
     attachment = core.attachment
     copier = core.copier
-    if copier is not None and not (yield Work(lambda: copier.quiesce(core.setup.limits.copy_s))):
-        return False
-    if attachment is None:
-        return True
-    try:
-        yield from ask(core, attachment.link, Quiesced(), Done, core.call_deadline())
-    except KVStoreError:
-        return False
+    with core.quiescing():
+        if copier is not None and not (yield Work(lambda: copier.quiesce(core.setup.limits.copy_s))):
+            return False
+        if attachment is None:
+            return True
+        try:
+            done = yield from ask(core, attachment.link, Quiesced(), Quieted, core.call_deadline())
+        except KVStoreError:
+            return False
+        core.give_up(attachment, done.token)
     return True

@@ -37,6 +37,7 @@ from kvstore.rpc.messages import (
     ProveLoad,
     ProveSlot,
     Quiesced,
+    Quieted,
     pattern,
 )
 from kvstore.types import Part
@@ -63,9 +64,10 @@ def attach(core: Core) -> Op[Attachment]:
             raise Unavailable("closing")
         welcome = yield from ask(core, link, _hello(core), Attached, _deadline(core))
         _check(core, link, welcome)
+        token = welcome.token
         if core.generation and core.setup.copies:
             # Nothing of an earlier attach can write any more: what it was filling may be freed.
-            yield from ask(core, link, Quiesced(), Done, _deadline(core))
+            token = (yield from ask(core, link, Quiesced(), Quieted, _deadline(core))).token
         arena = _map(core, link, welcome)
         if arena is not None:
             yield Work(partial(_populate, core, arena))
@@ -99,6 +101,7 @@ def attach(core: Core) -> Op[Attachment]:
         welcome.keys_max,
         welcome.heartbeat_s,
         welcome.capacity_bytes // _native.PAGE_BYTES,
+        token,
         arena,
         paged,
     )
@@ -240,15 +243,16 @@ def _prove(core: Core, link: Link, arena: Arena, paged: PagedLayout, memory: KVM
     assert copier is not None  # Setup: who has memory has both
     assert form is not None
     task = yield from ask(core, link, Prove(), ProveSlot, _deadline(core))
-    if len(task.key) != KEY_BYTES or not 0 <= task.slot <= int(arena.pages) - core.slot_pages:
-        raise core.broken(link, "ProveSlot names no slot of the arena, or no key")
-    slots = np.array([task.slot], np.uint32)
+    outside = not 0 <= task.slot <= int(arena.pages) - core.slot_pages
+    if len(task.key) != KEY_BYTES or outside or not 0 <= task.generation < 1 << 64:
+        raise core.broken(link, "ProveSlot names no slot of the arena, no generation, or no key")
+    slots, generations = np.array([task.slot], np.uint32), np.array([task.generation], np.uint64)
     former = None
     if core.setup.scratch_restore:
         former = cast(list[bytes], (yield Work(_by_engine(partial(_read, memory, block)))))
     try:
         yield Work(_by_engine(partial(_write, memory, block, task.seed)))
-        yield from _copied(core, lambda: copier.store(arena, form, paged, blocks, slots))
+        yield from _copied(core, lambda: copier.store(arena, form, paged, blocks, slots, generations))
         answer = yield from ask(core, link, ProvedStore(), ProveLoad, _deadline(core))
         yield Work(_by_engine(partial(_clear, memory, block)))
         key = np.frombuffer(task.key, np.uint8).reshape(1, KEY_BYTES)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -21,13 +21,24 @@ from numpy.typing import NDArray
 from kvstore import _native
 from kvstore._native import Arena, Copier, PagedLayout, SlotFormat
 from kvstore.client.effects import Call, Link, Op
-from kvstore.client.values import Counters, Setup
+from kvstore.client.values import Counters, Reservation, Setup, Table
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Unavailable, from_status
 from kvstore.keys import KeyChain
 from kvstore.rpc.messages import Failed, Progress, Reply, Request
 from kvstore.types import Tier
 
-__all__ = ["Attachment", "Core", "Fetching", "Grant", "Loading", "as_blocks", "ask", "u32_bytes", "u32s"]
+__all__ = [
+    "Attachment",
+    "Core",
+    "Fetching",
+    "Grant",
+    "Loading",
+    "as_blocks",
+    "ask",
+    "u32_bytes",
+    "u32s",
+    "u64s",
+]
 
 R = TypeVar("R", bound=Reply)
 U32 = NDArray[np.uint32]
@@ -46,6 +57,7 @@ class Attachment:
         keys_max: most keys in one message.
         heartbeat_s: longest silence the daemon takes for life.
         pages: size of the arena in pages.
+        token: last filling that is older than this attach: it must not be written.
         arena, paged: both ends of every copy; None where this process does not copy.
     """
 
@@ -58,6 +70,7 @@ class Attachment:
     keys_max: int
     heartbeat_s: float
     pages: int
+    token: int
     arena: Arena | None
     paged: PagedLayout | None
 
@@ -72,6 +85,7 @@ class Grant:
         chain: keys it was asked for, None for a table without reuse.
         load_start: first block of its load range.
         blocks: length of the match.
+        unseen: what an acquire added whose caller was gone when the answer came; the next one gets it.
     """
 
     daemon_id: int
@@ -79,6 +93,7 @@ class Grant:
     chain: KeyChain | None
     load_start: int = 0
     blocks: int = 0
+    unseen: Table | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,7 @@ class Fetching:
 
 
 class Core:
-    """Everything but I/O. `lock` guards `attachment`, `leases` and the submission of copies."""
+    """Everything but I/O. `lock` guards `attachment`, `leases`, tokens and the submission of copies."""
 
     def __init__(self, setup: Setup) -> None:
         layout = setup.layout
@@ -131,6 +146,9 @@ class Core:
         self.reported: dict[int, set[int]] = {}
         self._last_lease = 0
         self._under_way = 0
+        self.void_token = 0  # fillings up to this one are not ours to write (any more)
+        self._quiescing = 0
+        self.writing: set[int] = set()  # tokens of reservations that are being written
         self.slot_pages = layout.slot_bytes // _native.PAGE_BYTES if layout else 1
         self.format = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes) if layout else None
         self.copier = Copier(setup.copy_threads) if setup.copies else None
@@ -173,6 +191,30 @@ class Core:
             self.reported.pop(lease, None)
             return self.leases.pop(lease, None)
 
+    def keep_unseen(self, table: Table) -> None:
+        """An acquire grew a lease's table, and nobody is there to be told: the next acquire tells."""
+        with self.lock:
+            grant = self.leases.get(table.lease)
+            if grant is not None:
+                self.leases[table.lease] = replace(grant, unseen=table)
+
+    def with_unseen(self, table: Table) -> Table:
+        """An acquire's answer, and before it what an earlier one added unseen."""
+        with self.lock:
+            grant = self.leases.get(table.lease)
+            if grant is None or grant.unseen is None:
+                return table
+            self.leases[table.lease] = replace(grant, unseen=None)
+        before = grant.unseen
+        first = before if before.load_stop > before.load_start else table  # only a first table is loaded
+        return replace(
+            table,
+            added=np.concatenate([before.added, table.added]),
+            load_start=first.load_start,
+            load_stop=first.load_stop,
+            slots=first.slots,
+        )
+
     def on_notice(self, notice: Progress) -> None:
         """Keep a notice for the fetch that waits for it (any thread that reads the link)."""
         fetching = self.fetches.get(notice.lease)
@@ -200,12 +242,57 @@ class Core:
 
     # ---- copies ----------------------------------------------------------------------------------------
 
-    def submit_store(self, attachment: Attachment, blocks: U32, slots: U32) -> int:
-        """Begin to copy device blocks into slots; returns the job. Raises Unavailable, LimitExceeded."""
+    @contextlib.contextmanager
+    def quiescing(self) -> Iterator[None]:
+        """No store begins meanwhile: between joining the copies and saying so nothing may start to write."""
+        with self.lock:
+            self._quiescing += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._quiescing -= 1
+
+    def give_up(self, attachment: Attachment, token: int) -> None:
+        """The daemon gave our part of every filling up to `token` up."""
+        with self.lock:
+            if self.attachment is attachment:
+                self.void_token = max(self.void_token, token)
+
+    def begin_write(self, attachment: Attachment, reservation: Reservation) -> str:
+        """Why a reservation must not be written now; "": it is ours until `end_write`."""
+        token = reservation.token
+        if (reservation.epoch, reservation.engine) != (attachment.epoch, attachment.engine):
+            return "the slots were reserved from another daemon, or for another engine"
+        with self.lock:
+            if token <= self.void_token:
+                return "the slots were reserved before this process attached, or given up by quiesced"
+            if token in self.writing:
+                return "a write of this reservation is under way"
+            self.writing.add(token)
+        return ""
+
+    def end_write(self, reservation: Reservation) -> None:
+        """The write has ended, whatever came of it."""
+        with self.lock:
+            self.writing.discard(reservation.token)
+
+    def submit_store(self, attachment: Attachment, to: Reservation, blocks: U32) -> int:
+        """Begin to copy device blocks into the slots that are ours; returns the job.
+
+        Raises:
+            Unavailable, LimitExceeded: not now, or not any more.
+        """
         with self.lock:
             copier, arena, paged, form = self._copy_ends(attachment)
+            if self._quiescing or attachment.link.dead:
+                raise Unavailable("detached" if attachment.link.dead else "quiescing")
+            if to.token <= self.void_token:
+                raise Unavailable("given up by quiesced")
             try:
-                return copier.store(arena, form, paged, blocks, slots)
+                return copier.store(
+                    arena, form, paged, blocks, to.slots[to.slots != _native.NONE], to.generations
+                )
             except BlockingIOError:
                 raise LimitExceeded("the copy queue is full") from None
             except ValueError as error:
@@ -279,6 +366,11 @@ def ask(core: Core, link: Link, message: Request, kind: type[R], deadline: float
 def u32s(data: bytes) -> U32 | None:
     """Little-endian numbers off the wire, None if the length is not a multiple of four."""
     return np.frombuffer(data, "<u4") if len(data) % 4 == 0 else None
+
+
+def u64s(data: bytes) -> NDArray[np.uint64] | None:
+    """The same for numbers of eight bytes."""
+    return np.frombuffer(data, "<u8") if len(data) % 8 == 0 else None
 
 
 def u32_bytes(numbers: U32) -> bytes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,10 @@ class Face:
         limits: Limits | None = None,
     ) -> None:
         self.on_attach: Callable[[], object] | None = None
+        """Run by `poll()` after every attach; adopts the tables in use. False: not finished, so the pool
+        stays closed and the next `poll()` asks again. Anything else (None too) opens it."""
         self.on_detach: Callable[[], object] | None = None
+        """Run by `poll()` after the daemon was lost."""
         self._pid = os.getpid()
         self._core = Core(
             Setup(
@@ -157,7 +161,7 @@ class Face:
     def _due(self) -> Iterator[Callable[[], object]]:
         """Callbacks for what happened since the last time, each to be run before the next is asked for.
 
-        One that raises is not marked as told, and so is due again.
+        One that raises is not marked as told, and so is due again; so is an `on_attach` that answers False.
         """
         core = self._core
         attachment = core.attachment
@@ -167,9 +171,11 @@ class Face:
                 yield self.on_detach
             core.told = 0
         if now and core.told != now:
+            answer = _Answer(self.on_attach)
             if self.on_attach is not None:
-                yield self.on_attach
-            core.told = now
+                yield answer
+            if answer.value is not False:
+                core.told = now
 
     # ---- for the drivers -------------------------------------------------------------------------------
 
@@ -221,6 +227,24 @@ class Face:
         except (Unavailable, LimitExceeded) as error:
             return Loading(-1, loading.count, None, lease, first, str(error))
         return Loading(job, loading.count, attachment, lease, first)
+
+
+class _Answer:
+    """A callback that remembers what it answered, also when it is a coroutine that its caller awaits."""
+
+    def __init__(self, callback: Callable[[], object] | None) -> None:
+        self._callback = callback
+        self.value: object = None
+
+    def __call__(self) -> object:
+        outcome = self._callback() if self._callback is not None else None
+        if inspect.isawaitable(outcome):
+            return self._later(outcome)
+        self.value = outcome
+        return outcome
+
+    async def _later(self, outcome: Awaitable[object]) -> None:
+        self.value = await outcome
 
 
 def as_keys(keys: object) -> U8:

@@ -2,7 +2,7 @@
 
 A daemon that restarted knows nothing of the tables that are in use. So after every attach the pool of an
 engine that owns one stays closed (`Busy`) until `poll()` has run `on_attach`, where the engine adopts its
-tables; only then does the daemon know which blocks are free.
+tables, and that did not answer False; only then does the daemon know which blocks are free.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ U8 = NDArray[np.uint8]
 
 
 def acquire(core: Core, lease: int, blocks: int) -> Op[Table | Busy]:
-    """Make the table of a lease (0 = a new one) `blocks` long, copying down first what has to leave."""
+    """Make the table of a lease (0 = a new one) `blocks` long, copying down first what has to leave.
+
+    All or nothing, up to numbers_max blocks; `Busy` leaves the lease as it was.
+    """
     attachment = core.attachment
     if attachment is None:
         return Busy("no daemon is attached")
     if core.told != attachment.generation:
         return Busy("attached anew: call poll() so that on_attach can adopt the tables in use")
     grant = core.leases.get(lease)
-    if lease and grant is None:
+    if lease and (grant is None or grant.attachment is not attachment):
         return Busy("the lease is not held any more")
     daemon_id = grant.daemon_id if grant is not None else 0
     try:
@@ -63,7 +66,7 @@ def _table(core: Core, attachment: Attachment, lease: int, grant: Grant | None, 
         if got.lease <= 0:
             raise core.broken(attachment.link, "Acquired: a table without a lease")
         lease = core.grant(Grant(got.lease, attachment, None))
-    return Table(lease, added.copy(), got.device, start, stop, slots)
+    return Table(lease, added.copy(), got.device, start, stop, slots, attachment.generation)
 
 
 def commit(core: Core, lease: int, chain: KeyChain, start: int, stop: int) -> Op[int]:
@@ -92,7 +95,6 @@ def adopt(core: Core, table: U32, chain: KeyChain | None, stop: int) -> Op[Table
     attachment = core.attachment
     if attachment is None:
         return Busy("no daemon is attached")
-    # Keys beyond one message are not worth a second: those blocks stay private to their table.
     keys = min(stop, attachment.keys_max) if chain is not None else 0
     if len(table) > NUMBERS_MAX:
         raise BadRequest(f"table: {len(table)} blocks are more than numbers_max = {NUMBERS_MAX}")
@@ -103,9 +105,12 @@ def adopt(core: Core, table: U32, chain: KeyChain | None, stop: int) -> Op[Table
         got = yield from ask(core, attachment.link, message, Acquired, core.call_deadline())
         if got.busy:
             return Busy(got.busy)
-        return _table(core, attachment, 0, None, got)
+        adopted = _table(core, attachment, 0, None, got)
     except KVStoreError as error:
         return Busy(str(error))
+    if chain is not None and keys < stop:
+        yield from commit(core, adopted.lease, chain, keys, stop)
+    return adopted
 
 
 def observe(core: Core, counts: tuple[int, int, int], stored: U8, removed: U8) -> Op[bool]:

@@ -186,12 +186,21 @@ class Client(Face):
         source = as_blocks(self._core, blocks, len(reservation.slots))
         return Save(self._threads, writing.write(self._core, reservation, source))
 
+    def abort(self, reservation: Reservation) -> None:
+        """Give a reservation up that this process will not write; the slots wait for the other ranks.
+
+        Raises:
+            BadRequest: a write of it is under way here.
+        """
+        self._run(writing.abort(self._core, reservation))
+
     # ---- the device pool -------------------------------------------------------------------------------
 
     def acquire(self, lease: int, blocks: int) -> Table | Busy:
         """Make the block table of a lease (0 = a new one) `blocks` long; copies down first what must leave.
 
-        After every attach this is `Busy` until `poll()` has run `on_attach`.
+        All or nothing: a table is never left part of the way. After every attach this is `Busy` until
+        `poll()` has run `on_attach`, and `on_attach` has not answered False.
         """
         return self._run(pooling.acquire(self._core, lease, blocks))
 
@@ -230,7 +239,7 @@ class Client(Face):
         return self._run(asking.heartbeat(self._core))
 
     def quiesced(self) -> bool:
-        """Join every copy of this process and say so; what it was filling is aborted."""
+        """Join every copy of this process and say so; what it was filling is aborted, reservations end."""
         return self._run(asking.quiesced(self._core))
 
     # ---- inside ----------------------------------------------------------------------------------------

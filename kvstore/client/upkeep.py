@@ -57,6 +57,7 @@ def _begin(core: Core, attachment: Attachment) -> None:
         core.generation = attachment.generation
         core.engine = attachment.engine
         core.attachment = attachment
+        core.void_token = attachment.token
     core.refusal = None
     core.counters.attaches += 1
     core.changed()

@@ -265,11 +265,16 @@ class FetchResult:
 class Reservation:
     """Arena slots to write, and what became of the blocks that need no writing.
 
+    Made by `reserve`, written by `write` in every process that holds cells of a block, once in each. It is
+    worth nothing to a process that attached, or said `quiesced`, after it was made: then `write` drops it.
+
     Attributes:
         token: names the filling, 0 = nothing to write.
         slots: (m,) slot per block of the first m, `_native.NONE` where it is not ours to write.
         filled, elsewhere, dropped: see `SaveResult`.
         reason: why blocks were dropped.
+        generations: (k,) of the slots that are ours to write, in order.
+        epoch, engine: daemon and engine that it belongs to.
     """
 
     token: int
@@ -278,6 +283,9 @@ class Reservation:
     elsewhere: int
     dropped: int
     reason: str = ""
+    generations: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    epoch: bytes = b""
+    engine: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +298,7 @@ class Table:
         device: leading blocks of the whole table that hold valid bytes.
         load_start, load_stop: blocks of the table to load.
         slots: (load_stop - load_start,) arena slots to load them from.
+        generation: attach (`Client.generation`) that the lease belongs to; after another one it is gone.
     """
 
     lease: int
@@ -298,6 +307,7 @@ class Table:
     load_start: int
     load_stop: int
     slots: NDArray[np.uint32]
+    generation: int
 
 
 Callback = Callable[[], None]

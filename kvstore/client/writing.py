@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore import _native
 from kvstore._native import Completion
-from kvstore.client.core import Attachment, Core, ask, u32s
+from kvstore.client.core import Attachment, Core, ask, u32s, u64s
 from kvstore.client.effects import Job, Op
 from kvstore.client.values import Reservation
 from kvstore.errors import BadRequest, DeadlineExceeded, KVStoreError
@@ -23,7 +23,7 @@ from kvstore.keys import KeyChain
 from kvstore.rpc.messages import Abort, Demote, Done, Publish, Published, Reserve, Reserved
 from kvstore.types import SaveResult
 
-__all__ = ["demote", "reserve", "save", "write"]
+__all__ = ["abort", "demote", "reserve", "save", "write"]
 
 U32 = NDArray[np.uint32]
 
@@ -75,12 +75,37 @@ def write(core: Core, reservation: Reservation, blocks: U32) -> Op[SaveResult]:
     if attachment is None:
         tally.why("no daemon is attached")
         return _counted(core, tally.result())
+    refusal = core.begin_write(attachment, reservation) if reservation.token else ""
+    if refusal:  # nothing to end: where it is not ours any more, the daemon has given our part up
+        tally.why(refusal)
+        return _counted(core, tally.result())
     with core.under_way():  # never refused for limits.handles_max: its token has to be ended
         try:
             yield from _fill(core, attachment, reservation, blocks, tally)
         except KVStoreError as error:
             tally.why(str(error))
+        finally:
+            core.end_write(reservation)
     return _counted(core, tally.result())
+
+
+def abort(core: Core, reservation: Reservation) -> Op[None]:
+    """End a reservation that this process will not write; a no-op for one that is not ours any more.
+
+    Raises:
+        BadRequest: a write of it is under way, and that will end it.
+    """
+    attachment = core.attachment
+    if reservation.token in core.writing:
+        raise BadRequest("abort: a write of this reservation is under way; its end ends the reservation")
+    if not reservation.token or attachment is None:
+        return
+    if (reservation.epoch, reservation.engine) != (attachment.epoch, attachment.engine):
+        return
+    try:
+        yield from ask(core, attachment.link, Abort(reservation.token), Done, core.call_deadline())
+    except KVStoreError:
+        return  # it has ended already, or the connection is over
 
 
 def save(core: Core, chain: KeyChain, start: int, stop: int, blocks: U32) -> Op[SaveResult]:
@@ -128,12 +153,22 @@ def _reserve(core: Core, attachment: Attachment, chain: KeyChain, start: int, st
         or len(slots) + got.dropped != some - start
     ):
         raise core.broken(attachment.link, f"Reserved does not account for {some - start} blocks")
-    ours = int((slots != _native.NONE).sum())
+    ours, generations = int((slots != _native.NONE).sum()), u64s(got.generations)
+    if generations is None or len(generations) != ours:
+        raise core.broken(attachment.link, "Reserved: need one generation for each slot that is ours")
     if ours + got.filled + got.elsewhere != len(slots) or (ours > 0) != (got.token > 0):
         raise core.broken(attachment.link, "Reserved: slots, filled, elsewhere and token disagree")
     _check_slots(core, attachment, slots[slots != _native.NONE])
     return Reservation(
-        got.token, slots, got.filled, got.elsewhere, got.dropped + stop - some, got.busy or got.reason
+        got.token,
+        slots,
+        got.filled,
+        got.elsewhere,
+        got.dropped + stop - some,
+        got.busy or got.reason,
+        generations,
+        attachment.epoch,
+        attachment.engine,
     )
 
 
@@ -145,7 +180,7 @@ def _fill(core: Core, attachment: Attachment, got: Reservation, blocks: U32, tal
     count = int(ours.sum())
     written = 0
     try:
-        job = core.submit_store(attachment, blocks[ours], got.slots[ours])
+        job = core.submit_store(attachment, got, blocks[ours])
         written = _leading((yield Job(job, core.copy_deadline(), tally.patient)))
         if written < count:
             tally.why(f"{count - written} blocks were not copied")
@@ -193,12 +228,14 @@ def demote(core: Core, attachment: Attachment, orders: Sequence[Demote]) -> Op[N
     """
     memory = core.setup.memory
     for order in orders:
-        blocks, slots = u32s(order.blocks), u32s(order.slots)
-        if blocks is None or slots is None or blocks.size != slots.size:
-            raise core.broken(attachment.link, "Demote: blocks and slots do not pair up")
+        blocks, slots, generations = u32s(order.blocks), u32s(order.slots), u64s(order.generations)
+        if blocks is None or slots is None or generations is None:
+            raise core.broken(attachment.link, "Demote: blocks, slots or generations are cut short")
+        if not blocks.size == slots.size == generations.size:
+            raise core.broken(attachment.link, "Demote: blocks, slots and generations do not pair up")
         _check_slots(core, attachment, slots)
         tally = _Tally(len(blocks), patient=False)
-        got = Reservation(order.token if blocks.size else 0, slots, 0, 0, 0)
+        got = Reservation(order.token if blocks.size else 0, slots, 0, 0, 0, generations=generations)
         if memory is None:
             yield from _end(core, attachment, order.token, 0, tally)
             continue

@@ -68,11 +68,15 @@ def caller_of(store: Store, ask: Attach, session: int) -> tuple[Caller, dict[str
     if len(ask.engine) not in (0, ENGINE_ID_BYTES):
         raise BadRequest(f"engine: need {ENGINE_ID_BYTES} bytes or none, got {len(ask.engine)}")
     engine_id = ask.engine or os.urandom(ENGINE_ID_BYTES)
-    engine = group.engines.get(engine_id) or Engine(engine_id)
+    engine = group.engines.get(engine_id) or Engine(engine_id, layout, namespace)
+    # Its fillings are shaped by the first: another layout would publish cells that nobody wrote.
+    if engine.layout != layout or engine.namespace != namespace:
+        raise Refused(f"engine: {engine_id.hex()} has another layout or namespace; its processes share one")
     roots = store.roots(group, ask.tenants, namespace)
     allowed = frozenset(key for by_reuse in roots.values() for key in by_reuse.values())
     shape = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes)
-    return Caller(session, group, engine, layout, shape, part, allowed, store.clock.now()), roots
+    now, copies = store.clock.now(), ask.role != "scheduler"
+    return Caller(session, group, engine, layout, shape, part, allowed, now, copies), roots
 
 
 def _layout(wire: Layout | None) -> BlockLayout:
@@ -100,6 +104,7 @@ class Proof:
     key: bytes
     node: int
     slot: int
+    generation: int
     seed: bytes
     token: int
     stored: bool = False
@@ -119,9 +124,10 @@ class Proof:
         got = group.host.reserve(root, keys, caller.shape, store.clock.now(), store.config.daemon.stall_s)
         if not len(got.slots) or got.slots[0] == NONE:
             raise LimitExceeded("proof: the arena is full of pinned blocks; attach again later")
-        filling = group.begin_filling(caller, got.nodes, got.slots)
+        filling = group.begin_filling(caller, got.nodes, got.slots, alone=True)
         group.record_changes()
-        return Proof(group, caller, key, int(got.nodes[0]), int(got.slots[0]), os.urandom(16), filling.token)
+        node, slot, generation = int(got.nodes[0]), int(got.slots[0]), int(filling.generations[0])
+        return Proof(group, caller, key, node, slot, generation, os.urandom(16), filling.token)
 
     def check_store(self) -> bytes:
         """The client stored pattern(seed): compare the canonical slot, put another pattern there.
@@ -162,6 +168,6 @@ class Proof:
             self.group.host.forget(self.node)
         elif self.stored:  # it said that its store is done, and failed: a retry must not cost another slot
             filling = self.group.fillings.get(self.caller.engine.id, self.token)
-            self.group.host.abort(filling.nodes, filling.slots)
-            self.group.end_filling(filling)
+            filling.blocks = 0
+            self.group.finish_filling(filling)
         self.group.record_changes()

@@ -132,7 +132,7 @@ class Session:
         if ask.role == "tool":
             self.tool = True
             return m.Attached(
-                self.store.epoch, self.number, b"", {}, 0, _native.KEYS_MAX, daemon.heartbeat_s
+                self.store.epoch, self.number, b"", {}, 0, _native.KEYS_MAX, daemon.heartbeat_s, 0
             ), ()
         caller, roots = caller_of(self.store, ask, self.number)
         engines.attach(caller)
@@ -150,6 +150,7 @@ class Session:
             arena.capacity_bytes,
             _native.KEYS_MAX,
             daemon.heartbeat_s,
+            caller.group.fillings.last_token,
         )
         return reply, (arena.data_fd, arena.control_fd)
 
@@ -157,7 +158,7 @@ class Session:
         if self._proof is not None or self.proven:
             raise BadRequest("prove: the proof has begun or is done")
         proof = self._proof = Proof.begin(self.store, caller)
-        return m.ProveSlot(proof.slot, proof.key, proof.seed)
+        return m.ProveSlot(proof.slot, proof.generation, proof.key, proof.seed)
 
     def _proved_store(self, caller: Caller, _: m.ProvedStore) -> m.ProveLoad:
         if self._proof is None or self._proof.published:
@@ -214,8 +215,10 @@ class Session:
     def _reserve(self, caller: Caller, body: m.Reserve) -> m.Reserved:
         got = self.store.reserve(caller, body.root, body.parent, _keys(body.keys))
         token = got.filling.token if got.filling is not None else 0
+        slots = got.slots.tobytes()
+        generations = got.filling.generations.tobytes() if got.filling is not None else b""
         return m.Reserved(
-            token, got.slots.tobytes(), got.filled, got.elsewhere, got.dropped, got.reason, got.busy
+            token, slots, generations, got.filled, got.elsewhere, got.dropped, got.reason, got.busy
         )
 
     def _publish(self, caller: Caller, body: m.Publish) -> m.Published:
@@ -261,10 +264,10 @@ class Session:
     def _heartbeat(self, _: m.Heartbeat) -> m.Done:
         return m.Done()
 
-    def _quiesced(self, caller: Caller, _: m.Quiesced) -> m.Done:
+    def _quiesced(self, caller: Caller, _: m.Quiesced) -> m.Quieted:
         self._end_proof()
         self.peer.quiesced(caller)
-        return m.Done()
+        return m.Quieted(caller.group.fillings.last_token)
 
     def _status(self, _: m.Status) -> m.StatusReport:
         return m.StatusReport(json.dumps(status(self.store)))
@@ -335,7 +338,11 @@ def _found(match: Match) -> m.Found:
 
 
 def _orders(demotions: tuple[block_tables.Demotion, ...]) -> list[m.Demote]:
-    return [m.Demote(d.filling.token, d.blocks.tobytes(), d.filling.slots.tobytes()) for d in demotions]
+    return [
+        m.Demote(f.token, d.blocks.tobytes(), f.slots.tobytes(), f.generations.tobytes())
+        for d in demotions
+        for f in (d.filling,)
+    ]
 
 
 def _failed(error: KVStoreError) -> m.Failed:

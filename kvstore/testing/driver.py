@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -88,6 +88,7 @@ class StoreDriver:
         layout: BlockLayout | None = None,
         part: Part | None = None,
         model: str = "model",
+        role: Literal["both", "scheduler", "worker"] = "both",
     ) -> SessionDriver:
         """A session past its layout proof.
 
@@ -97,6 +98,7 @@ class StoreDriver:
             layout: small_layout() when None.
             part: cells that this process holds; the whole block when None.
             model: name in the namespace.
+            role: "scheduler" copies nothing.
 
         Raises:
             KVStoreError: as a daemon would refuse it.
@@ -106,7 +108,7 @@ class StoreDriver:
         part = part if part is not None else Part.whole(layout)
         ask = Attach(
             PROTOCOL_VERSION,
-            "both",
+            role,
             engine,
             namespace_of(layout, model),
             wire_layout(layout),

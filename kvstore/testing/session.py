@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore import _native, block_tables, engines
-from kvstore._native import NONE
+from kvstore._native import FILLING, NONE
 from kvstore.block_tables import Demotion, Table
 from kvstore.group import Caller, Engine
 from kvstore.keys import KeyChain, probe_positions
@@ -126,10 +126,13 @@ class SessionDriver:
         return self.store.reserve(self.caller, chain.root, chain.parent(start), chain.keys[start:stop])
 
     def write(self, filling: Filling) -> None:
-        """Copy this process's part of every block of a filling."""
-        group = self.caller.group
-        for key, slot in zip(group.index.keys(filling.nodes), filling.slots.tolist(), strict=True):
-            write_slot(group.arena, self.caller.shape, slot, key.tobytes(), self.caller.part)
+        """Copy this process's part of every block of a filling whose slot is still the filling's."""
+        group, keys = self.caller.group, self.caller.group.index.keys(filling.nodes)
+        slots, generations = filling.slots.tolist(), filling.generations.tolist()
+        for key, slot, generation in zip(keys, slots, generations, strict=True):
+            control = group.arena.control(slot)
+            if (control.generation, control.state) == (generation, FILLING):
+                write_slot(group.arena, self.caller.shape, slot, key.tobytes(), self.caller.part)
 
     def publish(self, filling: Filling, blocks: int | None = None) -> Published:
         """This process's part of the first `blocks` (all) slots is written."""

@@ -107,9 +107,9 @@ std::vector<T> ids_copy(const Array& array, const char* name) {
 }
 
 JobId copier_store(const CopierHandle& self, const ArenaHandle& arena, const SlotFormat& format,
-                   const PagedLayout& layout, const Array& blocks, const Array& slots) {
+                   const PagedLayout& layout, const Array& blocks, const Array& slots, const Array& generations) {
   return self.get().store({arena.get(), format, layout}, ids_copy<BlockId>(blocks, "blocks"),
-                          ids_copy<SlotId>(slots, "slots"));
+                          ids_copy<SlotId>(slots, "slots"), ids_copy<std::uint64_t>(generations, "generations"));
 }
 
 JobId copier_load(const CopierHandle& self, const ArenaHandle& arena, const SlotFormat& format,
@@ -146,7 +146,7 @@ void bind_copier(nb::module_& m) {
   nb::class_<CopierHandle>(m, "Copier")
       .def(nb::init<int, std::size_t>(), "threads"_a, nb::kw_only(), "queue_max"_a = 1024)
       .def_prop_ro("eventfd", [](const CopierHandle& self) { return self.get().eventfd(); })
-      .def("store", &copier_store, "arena"_a, "format"_a, "layout"_a, "blocks"_a, "slots"_a)
+      .def("store", &copier_store, "arena"_a, "format"_a, "layout"_a, "blocks"_a, "slots"_a, "generations"_a)
       .def("load", &copier_load, "arena"_a, "format"_a, "layout"_a, "blocks"_a, "slots"_a, "keys"_a)
       .def("progress", [](const CopierHandle& self, JobId job) { return self.get().progress(job); }, "job"_a)
       .def("cancel", [](const CopierHandle& self, JobId job) { self.get().cancel(job); }, "job"_a, NoGil())
@@ -186,6 +186,10 @@ nb::object py_table_crcs(const ArenaHandle& handle, const SlotFormat& format, co
   return vector_result(std::move(crcs));
 }
 
+nb::object py_slot_generations(const ArenaHandle& handle, const Array& slots) {
+  return vector_result(slot_generations(*handle.get(), vector_arg<SlotId>(slots, "slots")));
+}
+
 nb::object py_expand_runs(const Array& runs, std::uint32_t pages_per_slot) {
   const auto pairs = matrix_arg<std::uint32_t>(runs, "runs");
   if (runs.shape(1) != 2) throw Invalid("runs: expected shape (r, 2)");
@@ -195,6 +199,7 @@ nb::object py_expand_runs(const Array& runs, std::uint32_t pages_per_slot) {
 void bind_slots(nb::module_& m) {
   m.def("verify_slots", &py_verify_slots, "arena"_a, "format"_a, "slots"_a, "keys"_a);
   m.def("table_crcs", &py_table_crcs, "arena"_a, "format"_a, "slots"_a);
+  m.def("slot_generations", &py_slot_generations, "arena"_a, "slots"_a);
   m.def(
       "slot_runs",
       [](const Array& slots, std::uint32_t pages_per_slot) {

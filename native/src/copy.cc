@@ -227,12 +227,14 @@ void check_blocks(const PagedLayout& layout, std::span<const BlockId> blocks) {
                     std::to_string(layout.blocks) + " blocks");
 }
 
-BlockStatus store_block(const Route& route, BlockId block, SlotId slot, CopyScratch& scratch) noexcept {
+BlockStatus store_block(const Route& route, BlockId block, const Target& to, CopyScratch& scratch) noexcept {
   const auto& [arena, format, layout] = route;
-  const ControlEntry& entry = arena->control(slot);
-  const std::uint64_t generation = entry.generation.load(std::memory_order_acquire);
-  if (!is_filling(entry)) return BlockStatus::kStale;  // a READY slot has readers: never write it
-  std::uint8_t* bytes = arena->slot(slot);
+  const ControlEntry& entry = arena->control(to.slot);
+  const auto ours = [&] {
+    return entry.generation.load(std::memory_order_acquire) == to.generation && is_filling(entry);
+  };
+  if (!ours()) return BlockStatus::kStale;  // READY has readers, another generation another writer: never write it
+  std::uint8_t* bytes = arena->slot(to.slot);
   const std::size_t padding = format.cell_stride() - format.cell_bytes;
   for (std::uint32_t layer = 0; layer < layout.layers; ++layer) {
     for (std::uint32_t head = 0; head < layout.heads; ++head) {
@@ -246,8 +248,7 @@ BlockStatus store_block(const Route& route, BlockId block, SlotId slot, CopyScra
     }
   }
   store_fence();
-  const bool same = entry.generation.load(std::memory_order_acquire) == generation && is_filling(entry);
-  return same ? BlockStatus::kOk : BlockStatus::kStale;
+  return ours() ? BlockStatus::kOk : BlockStatus::kStale;
 }
 
 BlockStatus load_block(const Route& route, BlockId block, SlotId slot, const Key& key, CopyScratch& scratch) noexcept {
@@ -273,6 +274,15 @@ BlockStatus verify_slot(const Arena& arena, const SlotFormat& format, SlotId slo
 
 std::uint32_t table_crc(const Arena& arena, const SlotFormat& format, SlotId slot) noexcept {
   return crc32c(arena.slot(slot) + format.table_offset(), 4 * format.cells());
+}
+
+std::vector<std::uint64_t> slot_generations(const Arena& arena, std::span<const SlotId> slots) {
+  std::vector<std::uint64_t> generations(slots.size());
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i] >= arena.pages()) throw Invalid("slots" + at(i) + ": " + std::to_string(slots[i]) + " is no slot");
+    generations[i] = arena.control(slots[i]).generation.load(std::memory_order_acquire);
+  }
+  return generations;
 }
 
 }  // namespace kv

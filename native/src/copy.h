@@ -87,10 +87,17 @@ void check_format(const SlotFormat& format);
 void check_slots(const Arena& arena, const SlotFormat& format, std::span<const SlotId> slots);
 void check_blocks(const PagedLayout& layout, std::span<const BlockId> blocks);
 
+// A slot as one hand-out of it: the generation tells it from every earlier and later one.
+struct Target {
+  SlotId slot;
+  std::uint64_t generation;
+};
+
 // Copies the rank's cells of a device block into a FILLING slot, padding zeroed, and writes their CRC32C
 // into the slot's table. Ends with a store fence, so a message sent afterwards may publish the slot.
-// kStale, with nothing written, when the slot is not FILLING; also when it was handed on meanwhile.
-BlockStatus store_block(const Route& route, BlockId block, SlotId slot, CopyScratch& scratch) noexcept;
+// kStale, with nothing written, unless the slot is FILLING in that very generation: a reservation may have
+// outlived its attach, and the slot is another writer's then. Also kStale when it was handed on meanwhile.
+BlockStatus store_block(const Route& route, BlockId block, const Target& target, CopyScratch& scratch) noexcept;
 
 // Copies the rank's cells of a READY slot into a device block. kOk only if fingerprint, length, the table's
 // sum, every cell's sum and, around all of it, generation and state agree; anything else leaves undefined
@@ -103,5 +110,8 @@ BlockStatus verify_slot(const Arena& arena, const SlotFormat& format, SlotId slo
 
 // CRC32C of the slot's table, as publish needs it. Reads 4 bytes per cell.
 std::uint32_t table_crc(const Arena& arena, const SlotFormat& format, SlotId slot) noexcept;
+
+// The generation of each slot. Invalid, naming the first bad one, unless every slot lies inside the arena.
+std::vector<std::uint64_t> slot_generations(const Arena& arena, std::span<const SlotId> slots);
 
 }  // namespace kv

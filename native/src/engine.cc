@@ -54,8 +54,9 @@ class SignalsBlocked {
 }  // namespace
 
 struct Copier::Job {
-  Job(Route r, std::vector<BlockId> b, std::vector<SlotId> s, std::optional<std::vector<Key>> k)
-      : route(std::move(r)), blocks(std::move(b)), slots(std::move(s)), keys(std::move(k)),
+  using Generations = std::vector<std::uint64_t>;
+  Job(Route r, std::vector<BlockId> b, std::vector<SlotId> s, std::vector<Key> k, std::optional<Generations> g)
+      : route(std::move(r)), blocks(std::move(b)), slots(std::move(s)), keys(std::move(k)), generations(std::move(g)),
         words(std::make_unique<std::atomic<std::uint8_t>[]>(blocks.size())), remaining(blocks.size()) {
     for (std::size_t i = 0; i < blocks.size(); ++i) words[i].store(kQueued, std::memory_order_relaxed);
     completion.statuses.resize(blocks.size());  // now, so that a worker never allocates
@@ -65,7 +66,8 @@ struct Copier::Job {
   Route route;
   const std::vector<BlockId> blocks;
   const std::vector<SlotId> slots;
-  const std::optional<std::vector<Key>> keys;  // present: a load
+  const std::vector<Key> keys;                   // of a load
+  const std::optional<Generations> generations;  // present: a store
   const std::unique_ptr<std::atomic<std::uint8_t>[]> words;
   std::atomic<std::size_t> remaining;           // blocks that have not ended
   mutable std::atomic<std::size_t> leading{0};  // progress() starts looking here
@@ -105,13 +107,17 @@ Copier::~Copier() { close(); }
 
 // ---- submission ----------------------------------------------------------------------------------------
 
-JobId Copier::store(Route route, std::vector<BlockId> blocks, std::vector<SlotId> slots) {
-  return submit(std::make_shared<Job>(std::move(route), std::move(blocks), std::move(slots), std::nullopt));
+JobId Copier::store(Route route, std::vector<BlockId> blocks, std::vector<SlotId> slots,
+                    std::vector<std::uint64_t> generations) {
+  if (generations.size() != slots.size()) throw Invalid("generations: expected one per slot");
+  return submit(std::make_shared<Job>(std::move(route), std::move(blocks), std::move(slots), std::vector<Key>{},
+                                      std::move(generations)));
 }
 
 JobId Copier::load(Route route, std::vector<BlockId> blocks, std::vector<SlotId> slots, std::vector<Key> keys) {
   if (keys.size() != blocks.size()) throw Invalid("keys: expected one per block");
-  return submit(std::make_shared<Job>(std::move(route), std::move(blocks), std::move(slots), std::move(keys)));
+  return submit(
+      std::make_shared<Job>(std::move(route), std::move(blocks), std::move(slots), std::move(keys), std::nullopt));
 }
 
 JobId Copier::submit(std::shared_ptr<Job> job) {
@@ -178,8 +184,8 @@ void Copier::copy(const Claim& claim, CopyScratch& scratch) {
     std::uint8_t expected = kQueued;
     if (!job.words[i].compare_exchange_strong(expected, kCopying, std::memory_order_acq_rel)) continue;
     const BlockStatus status =
-        job.keys ? load_block(job.route, job.blocks[i], job.slots[i], (*job.keys)[i], scratch)
-                 : store_block(job.route, job.blocks[i], job.slots[i], scratch);
+        job.generations ? store_block(job.route, job.blocks[i], {job.slots[i], (*job.generations)[i]}, scratch)
+                        : load_block(job.route, job.blocks[i], job.slots[i], job.keys[i], scratch);
     job.words[i].store(word(status), std::memory_order_release);
     ++ended;
   }

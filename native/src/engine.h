@@ -54,7 +54,9 @@ class Copier {
   int eventfd() const { return event_.get(); }
 
   // Invalid (nothing was written) on a bad route, id or length; Full as above or while a quiesce() runs.
-  JobId store(Route route, std::vector<BlockId> blocks, std::vector<SlotId> slots);
+  // `generations`: of each slot when it was reserved; a block whose slot has another by now is kStale.
+  JobId store(Route route, std::vector<BlockId> blocks, std::vector<SlotId> slots,
+              std::vector<std::uint64_t> generations);
   JobId load(Route route, std::vector<BlockId> blocks, std::vector<SlotId> slots, std::vector<Key> keys);
 
   // Leading blocks that are finished and kOk. Invalid when the job's completion was taken.

@@ -104,6 +104,9 @@ inline void hand_out(const Arena& arena, SlotId slot) {
   entry.state.store(static_cast<std::uint32_t>(SlotState::kFilling), std::memory_order_release);
 }
 
+// The slot as it is handed out now.
+inline Target target_of(const Arena& arena, SlotId slot) { return {slot, arena.control(slot).generation.load()}; }
+
 inline void publish(const Arena& arena, const SlotFormat& format, SlotId slot, const Key& key) {
   ControlEntry& entry = arena.control(slot);
   __atomic_store_n(&entry.length, static_cast<std::uint32_t>(format.length()), __ATOMIC_RELAXED);

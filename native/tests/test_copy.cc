@@ -31,7 +31,7 @@ struct OneBlock {
     load = {arena, format, target.layout};
     store.check();
     hand_out(*arena, slot);
-    REQUIRE(store_block(store, 1, slot, *scratch) == BlockStatus::kOk);
+    REQUIRE(store_block(store, 1, target_of(*arena, slot), *scratch) == BlockStatus::kOk);
     publish(*arena, format, slot, key);
     target.fill(0);
   }
@@ -88,7 +88,7 @@ TEST_CASE("shapes are interchangeable: what one engine stored, another loads") {
   const auto arena = Arena::create("t", kHugeBytes);
   const auto scratch = std::make_unique<CopyScratch>();
   hand_out(*arena, 0);
-  REQUIRE(store_block({arena, format, source.layout}, 2, 0, *scratch) == BlockStatus::kOk);
+  REQUIRE(store_block({arena, format, source.layout}, 2, target_of(*arena, 0), *scratch) == BlockStatus::kOk);
   publish(*arena, format, 0, key_of(1));
   REQUIRE(load_block({arena, format, target.layout}, 0, 0, key_of(1), *scratch) == BlockStatus::kOk);
   CHECK(target.block(0) == source.block(2));
@@ -142,8 +142,8 @@ TEST_CASE("ranks: each stores its own cells, each verifies just its own") {
     return layout;
   };
   hand_out(*arena, 0);
-  REQUIRE(store_block({arena, format, at_heads(low.layout, 0)}, 1, 0, *scratch) == BlockStatus::kOk);
-  REQUIRE(store_block({arena, format, at_heads(high.layout, 2)}, 0, 0, *scratch) == BlockStatus::kOk);
+  REQUIRE(store_block({arena, format, at_heads(low.layout, 0)}, 1, target_of(*arena, 0), *scratch) == BlockStatus::kOk);
+  REQUIRE(store_block({arena, format, at_heads(high.layout, 2)}, 0, target_of(*arena, 0), *scratch) == BlockStatus::kOk);
   publish(*arena, format, 0, key_of(1));
 
   Paged target(Shape::kHeadMajor, 3, 2, 1);
@@ -168,8 +168,20 @@ TEST_CASE("ranks: each stores its own cells, each verifies just its own") {
 TEST_CASE("a slot that is not FILLING is never written") {
   OneBlock one;
   const std::vector<std::uint8_t> before(one.bytes(), one.bytes() + one.store.format.slot_bytes());
-  CHECK(store_block(one.store, 0, one.slot, *one.scratch) == BlockStatus::kStale);
+  CHECK(store_block(one.store, 0, target_of(one.arena(), one.slot), *one.scratch) == BlockStatus::kStale);
   CHECK(std::memcmp(one.bytes(), before.data(), before.size()) == 0);
+}
+
+TEST_CASE("a slot that was handed to another writer is never written by the former one") {
+  OneBlock one;
+  const Target former = target_of(one.arena(), one.slot);
+  hand_out(one.arena(), one.slot);
+  const std::vector<std::uint8_t> before(one.bytes(), one.bytes() + one.store.format.slot_bytes());
+  CHECK(store_block(one.store, 0, former, *one.scratch) == BlockStatus::kStale);
+  CHECK(store_block(one.store, 0, {one.slot, former.generation + 2}, *one.scratch) == BlockStatus::kStale);
+  CHECK(std::memcmp(one.bytes(), before.data(), before.size()) == 0);
+  CHECK(store_block(one.store, 0, target_of(one.arena(), one.slot), *one.scratch) == BlockStatus::kOk);
+  CHECK(std::memcmp(one.bytes(), before.data(), before.size()) != 0);
 }
 
 TEST_CASE("layouts that overlap, overflow or miss something are refused by name") {
@@ -266,7 +278,7 @@ TEST_CASE("a slot reused under its readers: never OK with wrong bytes, never cal
     for (int round = 0; round < kRounds || (ok.load() < 50 && round < kRoundsMax); ++round) {
       const auto version = static_cast<BlockId>(round) % kVersions;
       hand_out(*arena, 5);
-      store_block(route, version, 5, *scratch);
+      store_block(route, version, target_of(*arena, 5), *scratch);
       publish(*arena, format, 5, key_for(version));
       if (round % 4 == 0) std::this_thread::yield();
     }

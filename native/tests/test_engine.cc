@@ -51,6 +51,8 @@ struct Rig {
   Route store_route() const { return {arena, format, source.layout}; }
   Route load_route() const { return {arena, format, target.layout}; }
 
+  std::vector<std::uint64_t> generations() const { return slot_generations(*arena, slots); }
+
   void hand_out_all() {
     for (const SlotId slot : slots) hand_out(*arena, slot);
   }
@@ -58,7 +60,7 @@ struct Rig {
     hand_out_all();
     const auto scratch = std::make_unique<CopyScratch>();
     for (std::uint32_t i = 0; i < blocks; ++i) {
-      REQUIRE(store_block(store_route(), ids[i], slots[i], *scratch) == BlockStatus::kOk);
+      REQUIRE(store_block(store_route(), ids[i], target_of(*arena, slots[i]), *scratch) == BlockStatus::kOk);
       publish(*arena, format, slots[i], keys[i]);
     }
   }
@@ -82,7 +84,7 @@ TEST_CASE("copier: what was stored is loaded, in one job shared by several threa
   Rig rig(100);
   rig.hand_out_all();
   Copier copier(3);
-  const Completion stored = wait_for(copier, copier.store(rig.store_route(), rig.ids, rig.slots));
+  const Completion stored = wait_for(copier, copier.store(rig.store_route(), rig.ids, rig.slots, rig.generations()));
   CHECK(count(stored, BlockStatus::kOk) == 100);
   CHECK(stored.bytes == 100 * rig.source.layout.block_bytes());
   CHECK(stored.seconds > 0);
@@ -147,10 +149,26 @@ TEST_CASE("copier: nothing is written when any id or length is bad") {
   CHECK(rig.target.block(0) == std::vector<std::uint8_t>(rig.target.layout.block_bytes(), 0));
 }
 
+TEST_CASE("copier: a store writes only the slots that are still the writer's") {
+  Rig rig(6);
+  rig.hand_out_all();
+  auto generations = rig.generations();
+  hand_out(*rig.arena, rig.slots[3]);  // aborted, and given to another writer
+  Copier copier(2);
+  const Completion done = wait_for(copier, copier.store(rig.store_route(), rig.ids, rig.slots, generations));
+  for (std::size_t i = 0; i < 6; ++i)
+    CHECK(done.statuses[i] == (i == 3 ? BlockStatus::kStale : BlockStatus::kOk));
+  CHECK(rig.arena->slot(rig.slots[3])[0] == 0);
+  generations.pop_back();
+  CHECK_THROWS_AS(copier.store(rig.store_route(), rig.ids, rig.slots, generations), Invalid);
+  const std::vector<SlotId> beyond = {static_cast<SlotId>(rig.arena->pages())};
+  CHECK_THROWS_AS(slot_generations(*rig.arena, beyond), Invalid);
+}
+
 TEST_CASE("copier: an empty job completes at once, once") {
   Rig rig(1);
   Copier copier(1);
-  const JobId job = copier.store(rig.store_route(), {}, {});
+  const JobId job = copier.store(rig.store_route(), {}, {}, {});
   CHECK(readable(copier.eventfd()));
   CHECK(wait_for(copier, job).statuses.empty());
   CHECK_FALSE(readable(copier.eventfd()));

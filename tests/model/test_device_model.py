@@ -75,7 +75,7 @@ class DeviceMachine(StoreMachine):
             assert len(order.blocks) == len(filling.slots) == len(keys)
             assert NONE not in order.blocks, "an order names no block"
             assert [memory[b] for b in order.blocks.tolist()] == keys, "the device holds other bytes"
-            if refuse:
+            if refuse or not session.caller.copies:
                 session.abort(filling)
                 world.sync(set(), set())
                 continue
@@ -89,8 +89,9 @@ class DeviceMachine(StoreMachine):
     # ---- rules -------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.sessions)
-    @rule(pick=PICK, spec=CHAINS, adopted=st.integers(0, 4))
-    def own_pool(self, pick, spec, adopted) -> None:
+    @rule(pick=PICK, spec=CHAINS, adopted=st.integers(0, 4), shared=st.integers(0, 4))
+    def own_pool(self, pick, spec, adopted, shared) -> None:
+        """Of an engine that was there before this daemon: it may bring tables that share a prefix."""
         session = self.session(pick)
         if isinstance(session.engine.device, OwnedPool) or session.caller.part.heads == 1:
             return
@@ -102,6 +103,18 @@ class DeviceMachine(StoreMachine):
         table = [(pick + 3 * i) % BLOCKS for i in range(adopted)]
         for block, key in zip(table, rows(chain), strict=False):
             memory[block] = key
+        self.adopt(session, chain, table)
+        # A second request of the same prompt: `shared` blocks of the first, then blocks of its own.
+        head = table[: min(shared, len(chain))]
+        fork = head + [(pick + 3 * (adopted + i)) % BLOCKS for i in range(adopted - len(head))]
+        for block, key in zip(fork[len(head) :], rows(chain)[len(head) :], strict=False):
+            memory[block] = key
+        self.sync_device()
+        indexed = self.indexed.get(session.engine.id, set())
+        if set(rows(chain, 0, len(head))) <= indexed:  # a full index leaves blocks private, so not shared
+            self.adopt(session, chain, fork)
+
+    def adopt(self, session: SessionDriver, chain, table: list[int]) -> None:
         lease = session.adopt(chain, table)
         self.world.held.append(Held(session, chain, lease))
         self.world.sync(set(), self.world.all_but(self.world.protected()))

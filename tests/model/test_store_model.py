@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from world import CHAINS, LAYOUTS, LEFT, PICK, RIGHT, WHOLE, Held, Open, World, rows, tokens_of
+from world import CHAINS, HEADS, LAYOUTS, LEFT, PICK, RIGHT, WHOLE, Held, Open, World, rows, tokens_of
 
 from kvstore._native import NONE, SlotFormat
-from kvstore.errors import BadRequest, NotFound
+from kvstore.errors import BadRequest, NotFound, Refused
 from kvstore.testing import Found, SessionDriver
 
 SESSIONS_MAX = 6
@@ -57,14 +57,26 @@ class StoreMachine(RuleBasedStateMachine):
             self.world.sessions.append(session)
 
     @precondition(lambda self: 0 < len(self.world.sessions) < SESSIONS_MAX)
-    @rule(pick=PICK, tenants=st.sampled_from([("alice",), ("bob",)]))
-    def join(self, pick, tenants) -> None:
-        """One more process of an engine that copies whole blocks."""
+    @rule(
+        pick=PICK,
+        tenants=st.sampled_from([("alice",), ("bob",)]),
+        part=st.sampled_from([WHOLE, LEFT, RIGHT]),
+        role=st.sampled_from(["both", "scheduler"]),
+    )
+    def join(self, pick, tenants, part, role) -> None:
+        """One more process of an engine: a replica, a rank that comes back, or one that copies nothing."""
         member = self.session(pick)
-        if member.caller.part == WHOLE:
-            joined = self.world.driver.attach(tenants, engine=member.engine.id, layout=member.caller.layout)
-            assert joined.engine is member.engine
-            self.world.sessions.append(joined)
+        layout = member.caller.layout
+        joined = self.world.driver.attach(
+            tenants, engine=member.engine.id, layout=layout, part=part, role=role
+        )
+        assert joined.engine is member.engine
+        self.world.sessions.append(joined)
+        other = LAYOUTS[1 - LAYOUTS.index(layout)]
+        with pytest.raises(Refused, match=r"^engine: "):
+            self.world.driver.attach(tenants, engine=member.engine.id, layout=other)
+        with pytest.raises(Refused, match=r"^engine: "):
+            self.world.driver.attach(tenants, engine=member.engine.id, layout=layout, model="another")
 
     @precondition(lambda self: self.world.sessions)
     @rule(pick=PICK, process_lives=st.booleans())
@@ -75,31 +87,26 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.world.group.leases.of(session.caller.session) == []
         if process_lives:
             self.world.living.append(session)
-            before = len(self.world.open)
-            self.world.drop_freed()
-            assert len(self.world.open) == before, "a closed socket freed slots that may be written"
+            self.world.check_open()
         else:
             session.die()
-            self.world.drop_freed()
+            self.world.left(session)
         self.world.sync(set(), set())
 
     @precondition(lambda self: self.world.living)
     @rule(pick=PICK)
     def process_ends(self, pick) -> None:
-        self.world.living.pop(pick % len(self.world.living)).die()
-        self.world.drop_freed()
+        session = self.world.living.pop(pick % len(self.world.living))
+        session.die()
+        self.world.left(session)
         self.world.sync(set(), set())
 
     @precondition(lambda self: self.world.sessions)
     @rule(pick=PICK)
     def quiesce(self, pick) -> None:
         session = self.session(pick)
-        others = session.engine.writers - {session.caller.session}
         session.quiesce()
-        mine = [o for o in self.world.open if o.session.engine is session.engine]
-        self.world.drop_freed()
-        left = [o for o in self.world.open if o.session.engine is session.engine]
-        assert left == (mine if others else []), "fillings are freed exactly when the last writer is done"
+        self.world.left(session)
         self.world.sync(set(), set())
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 5.0, 5.5, 100.0]), picks=st.lists(PICK, max_size=3))
@@ -226,6 +233,11 @@ class StoreMachine(RuleBasedStateMachine):
         if start and world.group.index.find(chain.parent(start)) == NONE:
             assert session.reserve(chain, start).dropped == len(chain) - start
             return None
+        parts = world.parts_of(session)
+        if set().union(*parts.values()) != HEADS:
+            got = session.reserve(chain, start)
+            assert (got.filling, got.dropped) == (None, len(chain) - start), "nobody would write some cells"
+            return None
         keys, now = rows(chain, start), world.driver.clock.now()
         before, times = world.host.keys(), [world.filled_since(key) for key in keys]
         session.heartbeat()
@@ -253,7 +265,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert not mine
             return None
         assert len(got.filling.slots) == len(mine)
-        world.open.append(Open(session, chain, got.filling, mine, now, len(mine)))
+        world.open.append(Open(session, chain, got.filling, mine, now, parts))
         return world.open[-1]
 
     def writers_of(self, filling: Open) -> list[SessionDriver]:
@@ -270,11 +282,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     def hand_over(self, filling: Open, rank: SessionDriver, count: int) -> None:
         world = self.world
+        if rank.caller.session not in filling.members:
+            with pytest.raises(NotFound if rank.caller.copies else Refused):
+                rank.publish(filling.filling, count)
+            return
         rank.write(filling.filling)
         done = rank.publish(filling.filling, count)
-        filling.blocks = min(filling.blocks, count)
-        filling.written.add(rank.caller.part.head_start)
-        if rank.caller.part.heads == 1 and filling.written != {0, 1}:
+        filling.speak(rank.caller.session, count)
+        if not filling.over:
             assert done.pending and not done.ready
             return
         assert not done.pending
@@ -293,16 +308,28 @@ class StoreMachine(RuleBasedStateMachine):
             self.let_go(Held(session, filling.chain, found.lease, found.blocks), refuse=False)
 
     @precondition(lambda self: self.world.open)
-    @rule(pick=PICK)
-    def abort(self, pick) -> None:
+    @rule(pick=PICK, member=PICK)
+    def abort(self, pick, member) -> None:
         filling = self.world.open[pick % len(self.world.open)]
         ranks = self.writers_of(filling)
-        if ranks:
-            self.world.open.remove(filling)
-            ranks[0].abort(filling.filling)
+        if not ranks:
+            return
+        rank = ranks[member % len(ranks)]
+        number = rank.caller.session
+        if rank.caller.copies and number not in filling.members:
             with pytest.raises(NotFound):
-                ranks[0].publish(filling.filling)
-            self.world.sync(set(), set())
+                rank.abort(filling.filling)
+            return
+        rank.abort(filling.filling)
+        filling.blocks = 0
+        if number in filling.members:
+            filling.speak(number, 0)
+        if filling.over:
+            self.world.open.remove(filling)
+            with pytest.raises(NotFound):
+                rank.abort(filling.filling)
+        self.world.check_open()
+        self.world.sync(set(), set())
 
     # ---- rot ---------------------------------------------------------------------------------------------
 

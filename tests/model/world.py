@@ -25,6 +25,7 @@ TENANTS = (
     TenantConfig(name="bob", group="red", reuse=Reuse.GROUP),
 )
 LAYOUTS = (small_layout(), small_layout(head_dim=2048))  # 15 and 7 slots to a slab
+HEADS = {0, 1}
 WHOLE, LEFT, RIGHT = Part(0, 2, 0, 2), Part(0, 2, 0, 1), Part(0, 2, 1, 1)
 
 # A chain: which family of prompts, how many blocks, and from which block on it goes its own way.
@@ -36,6 +37,10 @@ def tokens_of(spec: tuple[int, int, int]) -> list[int]:
     family, length, branch = spec
     starts = [1000 * family + 10 * i + (0 if i < branch else 500) for i in range(length)]
     return [start + j for start in starts for j in range(4)]
+
+
+def heads_of(part: Part) -> set[int]:
+    return set(range(part.head_start, part.head_start + part.heads))
 
 
 def rows(chain: KeyChain, start: int = 0, stop: int | None = None) -> list[bytes]:
@@ -54,15 +59,42 @@ class Held:
 
 @dataclass(eq=False)
 class Open:
-    """A filling that was reserved and neither published nor aborted."""
+    """A filling that was reserved and is not over.
+
+    `members`: sessions that may write it, and which heads; `waiting`: those that have not had their say.
+    """
 
     session: SessionDriver
     chain: KeyChain
     filling: Filling
     positions: list[int]
     since_s: float
-    blocks: int
-    written: set[int] = field(default_factory=set)
+    members: dict[int, set[int]]
+    blocks: int = field(init=False)
+    waiting: set[int] = field(init=False)
+    covered: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.blocks, self.waiting = len(self.positions), set(self.members)
+
+    @property
+    def over(self) -> bool:
+        return not self.waiting or self.covered == HEADS
+
+    def speak(self, session: int, blocks: int) -> None:
+        """A member wrote that many blocks, or gave its part up (0)."""
+        self.covered |= self.members[session]
+        self.waiting.discard(session)
+        self.blocks = min(self.blocks, blocks)
+
+    def leave(self, session: int) -> None:
+        """A process cannot write any more; heads that only it would have written are lost."""
+        self.members.pop(session, None)
+        if session in self.waiting:
+            self.waiting.remove(session)
+            lost = HEADS - self.covered.union(*(self.members[s] for s in self.waiting))
+            self.covered |= lost
+            self.blocks = 0 if lost else self.blocks
 
     def wanted(self) -> list[bytes]:
         return [self.chain.keys[i].tobytes() for i in self.positions]
@@ -189,10 +221,24 @@ class World:
         self.held = [h for h in self.held if h.session is not session]
         self.sessions.remove(session)
 
-    def drop_freed(self) -> None:
-        """Forget fillings that the store freed."""
-        alive = {f.token for f in self.group.fillings}
-        self.open = [o for o in self.open if o.filling.token in alive]
+    def left(self, session: SessionDriver) -> None:
+        """A process writes no more: what waited for it alone is free, and nothing else."""
+        for filling in self.of_engine(session):
+            filling.leave(session.caller.session)
+        self.open = [o for o in self.open if not o.over]
+        self.check_open()
+
+    def of_engine(self, session: SessionDriver) -> list[Open]:
+        return [o for o in self.open if o.session.engine.id == session.engine.id]
+
+    def check_open(self) -> None:
+        """The store's fillings are ours, and nobody freed a slot that may be written."""
+        assert {f.token for f in self.group.fillings} == {o.filling.token for o in self.open}
+
+    def parts_of(self, session: SessionDriver) -> dict[int, set[int]]:
+        """The connected processes of an engine that copy, and their heads."""
+        mine = [s for s in self.sessions if s.engine is session.engine and s.caller.copies]
+        return {s.caller.session: heads_of(s.caller.part) for s in mine}
 
     def drop_revoked(self) -> int:
         """Forget leases that were taken; only silent sessions lose theirs."""

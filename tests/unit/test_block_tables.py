@@ -11,7 +11,7 @@ from kvstore import _native, block_tables
 from kvstore._native import KEYS_MAX, NONE
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, NotFound
 from kvstore.keys import KeyChain
-from kvstore.testing import SessionDriver, StoreDriver
+from kvstore.testing import SessionDriver, StoreDriver, small_config
 
 BLOCKS, IDLE_MAX = 12, 4
 
@@ -286,8 +286,14 @@ def test_a_very_long_sequence_is_all_or_nothing_when_its_second_part_must_wait(d
     assert len(session.acquire(0, KEYS_MAX + 100).added) == KEYS_MAX + 100
 
 
-def test_a_very_long_sequence_is_reused_whole_and_adopted_whole(driver: StoreDriver) -> None:
+def test_a_very_long_sequence_is_reused_whole_and_adopted_whole() -> None:
     count = KEYS_MAX + 500
+    with StoreDriver(small_config(nodes_max=2 * count)) as driver:
+        reused_and_adopted_whole(driver, count)
+        driver.store.check()
+
+
+def reused_and_adopted_whole(driver: StoreDriver, count: int) -> None:
     session = driver.attach()
     session.own_pool(count, count)
     chain = session.chain(tokens(count))
@@ -307,7 +313,11 @@ def test_a_very_long_sequence_is_reused_whole_and_adopted_whole(driver: StoreDri
     assert heir.engine.device.counts()["free"] == count
     with pytest.raises(BadRequest, match=r"^adopt\.table"):  # named twice, but in two parts
         block_tables.adopt(
-            driver.store, heir.caller, b"", np.append(table.added, table.added[:1]), np.empty((0, 32), np.uint8)
+            driver.store,
+            heir.caller,
+            b"",
+            np.append(table.added, table.added[:1]),
+            np.empty((0, 32), np.uint8),
         )
     assert heir.engine.device.counts()["free"] == count
 
@@ -346,8 +356,9 @@ def test_a_demotion_of_a_dead_pool_touches_no_later_pool(driver: StoreDriver) ->
     pool = second.own_pool(BLOCKS, IDLE_MAX)
     table = second.acquire(0, BLOCKS)
     assert len(table.added) == BLOCKS
-    second.write(order.filling)
-    second.publish(order.filling)
+    with pytest.raises(NotFound):
+        second.publish(order.filling)  # the order was not its own
+    assert first.die() == 1
     assert pool.counts()["mapped"] == BLOCKS, "a block of a living table was taken"
     driver.store.check()
 

@@ -184,7 +184,8 @@ class ScriptedDaemon:
         if body.role == "tool":
             engine = b""
         capacity = self.arena.capacity_bytes
-        return m.Attached(self.epoch, 7, engine, self.roots, capacity, self.keys_max, self.heartbeat_s)
+        beat, last = self.heartbeat_s, len(self.fillings)
+        return m.Attached(self.epoch, 7, engine, self.roots, capacity, self.keys_max, beat, last)
 
     def on_prove(self, conn: Conn, _: m.Prove) -> Any:
         conn.key, conn.seed = os.urandom(32), os.urandom(16)
@@ -193,7 +194,7 @@ class ScriptedDaemon:
             root, np.frombuffer(conn.key, np.uint8).reshape(1, 32), self.format, 0.0, 60.0
         )
         conn.node, conn.slot = int(got.nodes[0]), int(got.slots[0])
-        return m.ProveSlot(conn.slot, conn.key, conn.seed)
+        return m.ProveSlot(conn.slot, self.arena.control(conn.slot).generation, conn.key, conn.seed)
 
     def on_provedstore(self, conn: Conn, _: m.ProvedStore) -> Any:
         view = self.arena.view(conn.slot, self.format.length)
@@ -225,7 +226,7 @@ class ScriptedDaemon:
         return m.Done()
 
     def on_quiesced(self, *_: Any) -> Any:
-        return m.Done()
+        return m.Quieted(len(self.fillings))
 
     def on_report(self, _: Conn, body: m.Report) -> Any:
         self.reported.append(np.frombuffer(body.bad, np.uint32).tolist())
@@ -246,14 +247,15 @@ class ScriptedDaemon:
         news = [key for key in keys if key not in self.slots]
         slots = np.full(len(keys), NONE, np.uint32)
         if not news:
-            return m.Reserved(0, slots.tobytes(), len(keys), 0, 0)
+            return m.Reserved(0, slots.tobytes(), b"", len(keys), 0, 0)
         root = self.index.root(os.urandom(32))
         array = np.frombuffer(b"".join(news), np.uint8).reshape(-1, 32)
         got = self.host.reserve(root, array, self.format, 0.0, 60.0)
         slots[[key not in self.slots for key in keys]] = got.slots
         token = len(self.fillings) + 1
         self.fillings[token] = (got.nodes, got.slots, news)
-        return m.Reserved(token, slots.tobytes(), len(keys) - len(news), 0, 0)
+        generations = _native.slot_generations(self.arena, got.slots).tobytes()
+        return m.Reserved(token, slots.tobytes(), generations, len(keys) - len(news), 0, 0)
 
     def on_publish(self, _: Conn, body: m.Publish) -> Any:
         nodes, slots, keys = self.fillings[body.token]

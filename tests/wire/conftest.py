@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("client_daemon", "client_kit")
+pytest.register_assert_rewrite("client_daemon", "client_kit", "client_running")
 
 from client_daemon import ScriptedDaemon  # noqa: E402  (its assertions are rewritten first)
 from client_kit import Maker  # noqa: E402
+from client_running import Running  # noqa: E402
 
 
 @pytest.fixture
@@ -30,3 +31,10 @@ def daemon(path: Path) -> Iterator[ScriptedDaemon]:
     scripted = ScriptedDaemon(path)
     yield scripted
     scripted.stop()
+
+
+@pytest.fixture
+def running(path: Path) -> Iterator[Running]:
+    real = Running(path)
+    yield real
+    real.stop()

@@ -2,70 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
-import pytest
-from client_kit import Changes, Maker, OnLoop, chain_of
+from client_kit import Changes, Maker, chain_of
 from client_memory import LAYOUT, LIMITS, WAIT_S, Memory
+from client_running import Running, cut, fill
 
 from kvstore import _native
 from kvstore.client import PoolSpec, Table
-from kvstore.config import Config, DaemonConfig, TenantConfig
-from kvstore.daemon import Daemon
+from kvstore.config import TenantConfig
 from kvstore.errors import LayoutRefused, Refused
-from kvstore.testing import small_config
 from kvstore.types import Hit, Miss, Part, Reuse, SaveResult
-
-
-class Running:
-    """A daemon on a loop of its own thread."""
-
-    def __init__(self, path: Path, *tenants: TenantConfig) -> None:
-        small = msgspec.structs.asdict(small_config(tenants=tenants or (TenantConfig(name="default"),)))
-        small["daemon"] = DaemonConfig(socket=str(path), heartbeat_s=30.0, stale_after_s=120.0)
-        self.daemon = Daemon(Config(**small))
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="daemon-loop", daemon=True)
-        self._thread.start()
-        self.call(self._open)
-
-    def _open(self) -> None:
-        self.daemon.open()
-        self.daemon.listen(self.loop)
-
-    def call(self, function: Any) -> Any:
-        async def here() -> Any:
-            return function()
-
-        return asyncio.run_coroutine_threadsafe(here(), self.loop).result(WAIT_S)
-
-    def group(self) -> Any:
-        return self.daemon.store.groups["default"]
-
-    def stop(self) -> None:
-        self.call(self.daemon.close)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(WAIT_S)
-        self.loop.close()
-
-
-@pytest.fixture
-def running(path: Path) -> Iterator[Running]:
-    real = Running(path)
-    yield real
-    real.stop()
-
-
-def fill(memory: Memory, blocks: int, name: bytes = b"block") -> list[bytes]:
-    for block in range(1, 1 + blocks):
-        memory.fill(block, name + b"%d" % block)
-    return [memory.block(block) for block in range(1, 1 + blocks)]
 
 
 def save(client: Any, chain: Any, start: int, stop: int) -> SaveResult:
@@ -267,15 +217,6 @@ def test_a_broken_connection_is_mended_with_the_same_daemon(running: Running, ma
     assert client.epoch == epoch
     assert client.lookup(chain_of(client, 3)).blocks == 3
     assert client.check()["ok"] is True
-
-
-def cut(client: Any) -> None:
-    """End the connection from our side, as an expired deadline does."""
-    link = client._core.attachment.link
-    if isinstance(client, OnLoop):
-        client._loop.call_soon_threadsafe(link.fail, "cut by the test")
-    else:
-        link.fail("cut by the test")
 
 
 def test_many_threads_share_one_client(running: Running, path: Path) -> None:

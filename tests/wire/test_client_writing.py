@@ -28,6 +28,10 @@ def u32(*values: int) -> bytes:
     return np.array(values, "<u4").tobytes()
 
 
+def u64(*values: int) -> bytes:
+    return np.array(values, "<u8").tobytes()
+
+
 def saving(client: Any, chain: Any, start: int, stop: int) -> SaveResult:
     blocks = np.arange(1, 1 + stop - start, dtype=np.uint32)
     result = client.save(chain, start, stop, blocks).wait(WAIT_S)
@@ -76,7 +80,7 @@ def test_rounds_follow_each_other_in_order(make: Maker, path: Path) -> None:
 
 def test_what_follows_a_dropped_block_is_dropped(make: Maker, path: Path) -> None:
     daemon = ScriptedDaemon(path, keys_max=3)
-    first = [m.Reserved(0, u32(NONE), 0, 1, 2, "no room", "")]
+    first = [m.Reserved(0, u32(NONE), b"", 0, 1, 2, "no room", "")]
     daemon.handlers[m.Reserve] = lambda *_: first.pop()
     client = make.attached()
     result = saving(client, chain_of(client, 8), 0, 8)
@@ -87,7 +91,7 @@ def test_what_follows_a_dropped_block_is_dropped(make: Maker, path: Path) -> Non
 
 
 def test_busy_drops_everything_and_says_why(daemon: ScriptedDaemon, make: Maker) -> None:
-    daemon.handlers[m.Reserve] = lambda *_: m.Reserved(0, b"", 0, 0, 4, "", "all pinned")
+    daemon.handlers[m.Reserve] = lambda *_: m.Reserved(0, b"", b"", 0, 0, 4, "", "all pinned")
     client = make.attached()
     assert saving(client, chain_of(client, 4), 0, 4) == SaveResult(0, 0, 0, 4, "all pinned")
     daemon.handlers[m.Reserve] = lambda *_: failed(BadRequest("duplicate keys"))
@@ -111,14 +115,16 @@ def test_a_publish_that_fails_is_aborted(daemon: ScriptedDaemon, make: Maker) ->
 
 
 RESERVED_LIES = {
-    "a slot outside the arena": m.Reserved(1, u32(0, 4, 0xFFFFFF00), 0, 0, 0),
-    "slots cut short": m.Reserved(1, b"\0" * 7, 0, 0, 0),
-    "too many slots": m.Reserved(1, u32(0, 4, 8, 12), 0, 0, 0),
-    "unaccounted blocks": m.Reserved(1, u32(0, 4), 0, 0, 0),
-    "negative": m.Reserved(1, u32(0, 4, 8, 12), 0, 0, -1),
-    "no token": m.Reserved(0, u32(0, 4, 8), 0, 0, 0),
-    "a token for nothing": m.Reserved(3, u32(NONE, NONE, NONE), 3, 0, 0),
-    "counts that disagree": m.Reserved(1, u32(0, 4, NONE), 0, 0, 0),
+    "a slot outside the arena": m.Reserved(1, u32(0, 4, 0xFFFFFF00), u64(1, 1, 1), 0, 0, 0),
+    "slots cut short": m.Reserved(1, b"\0" * 7, u64(1), 0, 0, 0),
+    "generations cut short": m.Reserved(1, u32(0, 4, 8), u64(1, 1, 1)[:-1], 0, 0, 0),
+    "a generation missing": m.Reserved(1, u32(0, 4, 8), u64(1, 1), 0, 0, 0),
+    "too many slots": m.Reserved(1, u32(0, 4, 8, 12), u64(1, 1, 1, 1), 0, 0, 0),
+    "unaccounted blocks": m.Reserved(1, u32(0, 4), u64(1, 1), 0, 0, 0),
+    "negative": m.Reserved(1, u32(0, 4, 8, 12), u64(1, 1, 1, 1), 0, 0, -1),
+    "no token": m.Reserved(0, u32(0, 4, 8), u64(1, 1, 1), 0, 0, 0),
+    "a token for nothing": m.Reserved(3, u32(NONE, NONE, NONE), b"", 3, 0, 0),
+    "counts that disagree": m.Reserved(1, u32(0, 4, NONE), u64(1, 1), 0, 0, 0),
 }
 
 
@@ -233,7 +239,7 @@ def demote_once(daemon: ScriptedDaemon, memory: Memory) -> tuple[Callable[[], An
 
     def order() -> m.Demote:
         got = daemon.on_reserve(daemon.conn(0), m.Reserve(b"r" * 32, b"r" * 32, b"".join(keys)))
-        return m.Demote(got.token, u32(5, 6), got.slots)
+        return m.Demote(got.token, u32(5, 6), got.slots, got.generations)
 
     return order, keys
 
@@ -277,14 +283,14 @@ def test_release_copies_down_what_has_to_leave(daemon: ScriptedDaemon, make: Mak
 def test_rounds_of_copying_down_are_bounded(daemon: ScriptedDaemon, make: Maker) -> None:
     memory = Memory()
     client = make.attached(memory, pool=OWNED, limits=dataclasses.replace(LIMITS, demote_rounds_max=3))
-    daemon.handlers[m.Acquire] = lambda *_: acquired(0, demote=[m.Demote(7, b"", b"")])
+    daemon.handlers[m.Acquire] = lambda *_: acquired(0, demote=[m.Demote(7, b"", b"", b"")])
     assert "3 rounds" in client.acquire(0, 1).reason
     assert len(daemon.seen(m.Acquire)) == 3
 
 
 def test_a_scheduler_that_cannot_copy_gives_the_bytes_up(daemon: ScriptedDaemon, make: Maker) -> None:
     client = make.attached(role="scheduler", layout=LAYOUT, pool=OWNED)
-    answers = [acquired(4, 8), acquired(0, demote=[m.Demote(7, u32(1), u32(0))])]
+    answers = [acquired(4, 8), acquired(0, demote=[m.Demote(7, u32(1), u32(0), u64(1))])]
     daemon.handlers[m.Acquire] = lambda *_: answers.pop()
     assert client.acquire(0, 1).added.tolist() == [8]
     assert ends(daemon) == [("abort", 7)]
@@ -297,9 +303,10 @@ ACQUIRED_LIES = {
     "load without slots": acquired(4, 3, load=(0, 1)),
     "load backwards": acquired(4, 3, load=(1, 0)),
     "negative device": acquired(4, 3, device=-1),
-    "blocks without slots": acquired(0, demote=[m.Demote(7, u32(1, 2), u32(0))]),
-    "a device block outside": acquired(0, demote=[m.Demote(7, u32(16), u32(0))]),
-    "a slot outside": acquired(0, demote=[m.Demote(7, u32(1), u32(0xFFFFFF00))]),
+    "blocks without slots": acquired(0, demote=[m.Demote(7, u32(1, 2), u32(0), u64(1, 1))]),
+    "generations that do not pair up": acquired(0, demote=[m.Demote(7, u32(1), u32(0), b"")]),
+    "a device block outside": acquired(0, demote=[m.Demote(7, u32(16), u32(0), u64(1))]),
+    "a slot outside": acquired(0, demote=[m.Demote(7, u32(1), u32(0xFFFFFF00), u64(1))]),
 }
 
 

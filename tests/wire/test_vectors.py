@@ -121,6 +121,10 @@ def u32(*numbers: int) -> bytes:
     return b"".join(n.to_bytes(4, "little") for n in numbers)
 
 
+def u64(*numbers: int) -> bytes:
+    return b"".join(n.to_bytes(8, "little") for n in numbers)
+
+
 REQUESTS: list[tuple[m.Request, str]] = [
     (
         m.Attach(1, "both", b"", {"model": "m"}, LAYOUT, (0, 30, 0, 3), ["default"], K),
@@ -193,17 +197,17 @@ REQUESTS: list[tuple[m.Request, str]] = [
 ]
 REPLIES: list[tuple[m.Reply | m.Notice, str]] = [
     (
-        m.Attached(K[:16], 5, K[16:], {"default": {"own": K}}, 1 << 30, 8192, 1.0),
+        m.Attached(K[:16], 5, K[16:], {"default": {"own": K}}, 1 << 30, 8192, 1.0, 2**62),
         (
-            "92cd012c98a86174746163686564c410000102030405060708090a0b0c0d0e0f05c410101112131415161718"
+            "92cd012c99a86174746163686564c410000102030405060708090a0b0c0d0e0f05c410101112131415161718"
             "191a1b1c1d1e1f81a764656661756c7481a36f776ec420000102030405060708090a0b0c0d0e0f1011121314"
-            "15161718191a1b1c1d1e1fce40000000cd2000cb3ff0000000000000"
+            "15161718191a1b1c1d1e1fce40000000cd2000cb3ff0000000000000cf4000000000000000"
         ),
     ),
     (
-        m.ProveSlot(512, K, K[:16]),
+        m.ProveSlot(512, 2**63 + 5, K, K[:16]),
         (
-            "92cd012c94aa70726f76655f736c6f74cd0200c420000102030405060708090a0b0c0d0e0f10111213141516"
+            "92cd012c95aa70726f76655f736c6f74cd0200cf8000000000000005c420000102030405060708090a0b0c0d0e0f10111213141516"
             "1718191a1b1c1d1e1fc410000102030405060708090a0b0c0d0e0f"
         ),
     ),
@@ -219,12 +223,13 @@ REPLIES: list[tuple[m.Reply | m.Notice, str]] = [
     ),
     (m.Fetched(12, u32(512, 12)), "92cd012c93a7666574636865640cc408000200000c000000"),
     (
-        m.Released([m.Demote(9, u32(1, 2), u32(512, 513))]),
-        "92cd012c92a872656c65617365649194a664656d6f746509c4080100000002000000c4080002000001020000",
+        m.Released([m.Demote(9, u32(1, 2), u32(512, 513), u64(3, 2**40))]),
+        "92cd012c92a872656c65617365649195a664656d6f746509c4080100000002000000c4080002000001020000c4100300"
+        "0000000000000000000000010000",
     ),
     (
-        m.Reserved(9, u32(512, 2**32 - 1), 1, 0, 2, "no room"),
-        "92cd012c98a8726573657276656409c40800020000ffffffff010002a76e6f20726f6f6da0",
+        m.Reserved(9, u32(512, 2**32 - 1), u64(258), 1, 0, 2, "no room"),
+        "92cd012c99a8726573657276656409c40800020000ffffffffc4080201000000000000010002a76e6f20726f6f6da0",
     ),
     (m.Published(4, 0, pending=False), "92cd012c94a97075626c69736865640400c2"),
     (
@@ -233,6 +238,7 @@ REPLIES: list[tuple[m.Reply | m.Notice, str]] = [
     ),
     (m.Committed(16), "92cd012c92a9636f6d6d697474656410"),
     (m.StatusReport("{}"), "92cd012c92ad7374617475735f7265706f7274a27b7d"),
+    (m.Quieted(2**62 + 7), "92cd012c92a771756965746564cf4000000000000007"),
     (m.Done(), "92cd012c91a4646f6e65"),
     (
         m.Failed("NOT_FOUND", "lease 7: gone"),

@@ -62,6 +62,7 @@ from kvstore.rpc.messages.life import (
     Failed,
     Heartbeat,
     Quiesced,
+    Quieted,
     Status,
     StatusReport,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "Publish",
     "Published",
     "Quiesced",
+    "Quieted",
     "Release",
     "Released",
     "Reply",
@@ -156,6 +158,7 @@ Reply = (
     | Acquired
     | Committed
     | StatusReport
+    | Quieted
     | Done
     | Failed
 )

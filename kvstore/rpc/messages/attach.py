@@ -70,6 +70,7 @@ class Attached(Message, tag="attached", frozen=True):
         capacity_bytes: size of the arena.
         keys_max: most keys in one message.
         heartbeat_s: send something at least this often.
+        token: fillings up to this one are older than this session: it must not write them.
     """
 
     epoch: bytes
@@ -79,6 +80,7 @@ class Attached(Message, tag="attached", frozen=True):
     capacity_bytes: int
     keys_max: int
     heartbeat_s: float
+    token: int
 
 
 class Prove(Message, tag="prove", frozen=True):
@@ -86,9 +88,13 @@ class Prove(Message, tag="prove", frozen=True):
 
 
 class ProveSlot(Message, tag="prove_slot", frozen=True):
-    """Write `pattern(seed, layer, head)` into a device block by your own indexing, store it to `slot`."""
+    """Write `pattern(seed, layer, head)` into a device block by your own indexing, store it to `slot`.
+
+    `generation`: of the slot, see Reserved.
+    """
 
     slot: int
+    generation: int
     key: bytes
     seed: bytes
 

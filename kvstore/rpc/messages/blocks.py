@@ -115,11 +115,15 @@ class Release(Message, tag="release", frozen=True):
 
 
 class Demote(Message, tag="demote", frozen=True):
-    """An order: copy device `blocks` to `slots` (u32 each), then Publish(token), before anything else."""
+    """An order: copy device `blocks` to `slots` (u32 each), then Publish(token), before anything else.
+
+    `generations`: u64 of each slot, see Reserved.
+    """
 
     token: int
     blocks: bytes
     slots: bytes
+    generations: bytes
 
 
 class Released(Message, tag="released", frozen=True):
@@ -140,8 +144,10 @@ class Reserved(Message, tag="reserved", frozen=True):
     """Where to write.
 
     Attributes:
-        token: names this filling; 0 = nothing to write.
+        token: names this filling; 0 = nothing to write. Tokens of one daemon grow, from a random start.
         slots: u32 per key of the first m keys, 0xFFFFFFFF = not yours to write.
+        generations: u64 of each slot that is yours, in order. A slot may be written only while its control
+            entry says FILLING and has this generation: otherwise it is somebody else's by now.
         filled, elsewhere, dropped: what became of the others; dropped = those beyond m.
         reason: why blocks were dropped.
         busy: nothing was reserved, for this reason.
@@ -149,6 +155,7 @@ class Reserved(Message, tag="reserved", frozen=True):
 
     token: int
     slots: bytes
+    generations: bytes
     filled: int
     elsewhere: int
     dropped: int
@@ -160,7 +167,8 @@ class Publish(Message, tag="publish", frozen=True):
     """This rank's part of the first `blocks` slots that are ours to write is written. Reply: Published.
 
     Counted over the slots of the filling that are not 0xFFFFFFFF, in order; the others are aborted. A filling
-    becomes readable when every rank's part is covered.
+    becomes readable when every rank's part is covered. Refused from a scheduler, and NotFound from a process
+    that attached, or said Quiesced, after the slots were reserved.
     """
 
     token: int
@@ -177,6 +185,10 @@ class Published(Message, tag="published", frozen=True):
 
 
 class Abort(Message, tag="abort", frozen=True):
-    """Give a filling up; this process will not write to it any more. Reply: Done."""
+    """Give a filling up: this process will not write (any more of) its part. Reply: Done.
+
+    Nothing of it becomes readable; its slots are free once every other rank has had its say too. From a
+    scheduler, which has no part: as soon as the workers are done with theirs.
+    """
 
     token: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.rpc.messages.base import Message
 
-__all__ = ["Check", "Done", "Failed", "Heartbeat", "Quiesced", "Status", "StatusReport"]
+__all__ = ["Check", "Done", "Failed", "Heartbeat", "Quiesced", "Quieted", "Status", "StatusReport"]
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True):
@@ -12,7 +12,13 @@ class Heartbeat(Message, tag="heartbeat", frozen=True):
 
 
 class Quiesced(Message, tag="quiesced", frozen=True):
-    """Every copy of this process is joined: it writes to no slot. Its fillings are aborted. Reply: Done."""
+    """Every copy of this process is joined: it writes to no slot reserved until now. Reply: Quieted."""
+
+
+class Quieted(Message, tag="quieted", frozen=True):
+    """This process's part of every filling up to `token` is given up: it must not write them any more."""
+
+    token: int
 
 
 class Status(Message, tag="status", frozen=True):
