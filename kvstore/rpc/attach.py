@@ -69,8 +69,9 @@ def caller_of(store: Store, ask: Attach, session: int) -> tuple[Caller, dict[str
         raise BadRequest(f"engine: need {ENGINE_ID_BYTES} bytes or none, got {len(ask.engine)}")
     engine_id = ask.engine or os.urandom(ENGINE_ID_BYTES)
     engine = group.engines.get(engine_id) or Engine(engine_id, layout, namespace)
-    # Its fillings are shaped by the first: another layout would publish cells that nobody wrote.
-    if engine.layout != layout or engine.namespace != namespace:
+    # Its fillings are shaped by the first; another layout (part of the namespace) would publish cells that
+    # nobody wrote.
+    if engine.namespace != namespace:
         raise Refused(f"engine: {engine_id.hex()} has another layout or namespace; its processes share one")
     roots = store.roots(group, ask.tenants, namespace)
     allowed = frozenset(key for by_reuse in roots.values() for key in by_reuse.values())

@@ -70,6 +70,16 @@ def test_a_replica_may_still_write_what_another_did_not(driver: StoreDriver) -> 
     assert spare.publish(filling).ready == 4
 
 
+def test_a_part_that_nobody_will_write_is_not_waited_for(driver: StoreDriver) -> None:
+    left, right, _ = ranks(driver, LEFT, RIGHT, RIGHT)
+    filling = reserved(left)
+    assert left.die() == 0
+    right.write(filling)
+    done = right.publish(filling)  # of two replicas one speaks
+    assert (done.ready, done.dropped, done.pending) == (0, 4, False)
+    assert filling_slots(driver) == 0
+
+
 def test_the_last_rank_to_go_frees(driver: StoreDriver) -> None:
     left, right = ranks(driver, LEFT, RIGHT)
     reserved(left)

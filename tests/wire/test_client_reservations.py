@@ -176,6 +176,18 @@ def test_a_reservation_is_written_once_at_a_time(daemon: ScriptedDaemon, make: M
     assert daemon.seen(m.Abort) == []
 
 
+def test_what_was_reserved_while_a_process_came_back_is_not_its_own(
+    daemon: ScriptedDaemon, make: Maker
+) -> None:
+    client = make.attached()
+    daemon.handlers[m.Quiesced] = lambda *_: m.Quieted(3)  # the scheduler reserved after Attached said 0
+    reattach(client)
+    first = client.reserve(chain_of(client, 4), 0, 4)
+    late = written(client, dataclasses.replace(first, token=3))
+    assert (late.dropped, "before this process attached" in late.reason) == (4, True)
+    assert daemon.seen(m.Publish) == daemon.seen(m.Abort) == []
+
+
 # ---- ranks -----------------------------------------------------------------------------------------------
 
 
@@ -255,6 +267,19 @@ def test_a_scheduler_gives_up_for_nobody_but_itself(running: Running, make: Make
     assert filling(running) == 4
     assert written(ranks.workers[1], ranks.reservation).dropped == 4
     assert filling(running) == 0
+
+
+def test_a_rank_that_attached_later_has_no_part_in_it(running: Running, make: Maker) -> None:
+    ranks = Ranks(make)
+    memory = Memory(32, Part(0, 2, 1, 1))
+    late = make.attached(memory, role="worker", engine=ranks.scheduler.engine)
+    before = contents(running, ranks.reservation)
+    result = written(late, ranks.reservation)
+    assert (result.dropped, "before this process attached" in result.reason) == (4, True)
+    assert contents(running, ranks.reservation) == before
+    for worker in ranks.workers:
+        last = written(worker, ranks.reservation)
+    assert last.ready == 4
 
 
 def test_without_every_rank_nothing_is_reserved(running: Running, make: Maker) -> None:
