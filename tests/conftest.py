@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
+
+# Processors run and capture_logs() works, but nothing is printed between the dots.
+structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 # Before torch is imported. The models of this suite are tiny: a second thread costs more than it computes,
 # and OpenMP threads that spin while they wait starve the daemons that the tests talk to.

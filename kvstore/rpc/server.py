@@ -97,8 +97,9 @@ class Peer:
         freed = engines.writer_gone(caller.group, caller.engine, self._session)
         for peer in list(self._watched):
             earlier = peer._caller
-            same = self._process is not None and peer._process == self._process
-            if earlier is None or peer.connection is not None or not same:
+            if earlier is None or earlier.engine is not caller.engine or peer.connection is not None:
+                continue  # what another engine of this process still copies is not this one's to say
+            if self._process is None or peer._process != self._process:
                 continue
             freed += engines.writer_gone(earlier.group, earlier.engine, peer._session)
             peer.close()

@@ -125,8 +125,11 @@ void measure(const Case& c, const std::shared_ptr<Arena>& arena, std::uint8_t* m
     for (const auto i : order)
       arena->control(static_cast<SlotId>(i * pages)).state.store(static_cast<std::uint32_t>(SlotState::kFilling));
     stores.push_back(seconds([&] {
-      for (const auto i : order)
-        bad += store_block(route, i, target_of(*arena, static_cast<SlotId>(i * pages)), *scratch) != BlockStatus::kOk;
+      for (const auto i : order) {
+        const auto slot = static_cast<SlotId>(i * pages);
+        const Target target{slot, arena->control(slot).generation.load()};
+        bad += store_block(route, i, target, *scratch) != BlockStatus::kOk;
+      }
     }));
     for (const auto i : order) publish(*arena, format, static_cast<SlotId>(i * pages), key);
     copies.push_back(seconds([&] {

@@ -143,7 +143,8 @@ TEST_CASE("ranks: each stores its own cells, each verifies just its own") {
   };
   hand_out(*arena, 0);
   REQUIRE(store_block({arena, format, at_heads(low.layout, 0)}, 1, target_of(*arena, 0), *scratch) == BlockStatus::kOk);
-  REQUIRE(store_block({arena, format, at_heads(high.layout, 2)}, 0, target_of(*arena, 0), *scratch) == BlockStatus::kOk);
+  const Route above{arena, format, at_heads(high.layout, 2)};
+  REQUIRE(store_block(above, 0, target_of(*arena, 0), *scratch) == BlockStatus::kOk);
   publish(*arena, format, 0, key_of(1));
 
   Paged target(Shape::kHeadMajor, 3, 2, 1);
