@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 import structlog
 
-# Processors run and capture_logs() works, but nothing is printed between the dots.
-structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-
 # Before torch is imported. The models of this suite are tiny: a second thread costs more than it computes,
 # and OpenMP threads that spin while they wait starve the daemons that the tests talk to.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +19,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from kvstore.config import Config, DaemonConfig
 from kvstore.testing import StoreDriver, small_config
+
+# Processors run and capture_logs() works, but nothing is printed between the dots.
+structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 # Threads and processes that are not ours: who starts them, and why they may stay.
 FOREIGN_THREADS = (
