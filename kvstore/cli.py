@@ -33,7 +33,7 @@ _errors = Console(stderr=True)
 _ANSWER_S = 3.0
 
 SetFlags = Annotated[
-    list[str] | None, Parameter(name="--set", help="table.key=value, over environment and file")
+    list[str] | None, Parameter(name="--set", negative=(), help="table.key=value, over environment and file")
 ]
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="TOML file")]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="one JSON object instead of text")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ctypes
 import os
 import signal
@@ -189,7 +190,9 @@ class RealDaemon:
 
 
 def mapped(pid: int) -> list[str]:
-    """Memfds that a process has mapped."""
+    """Memfds that a process has mapped; of this one, those that something still refers to."""
+    if pid == os.getpid():
+        gc.collect()
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line.split(maxsplit=5)[-1] for line in lines if "/memfd:" in line]
 

@@ -112,20 +112,20 @@ def test_every_identity_field_makes_another_namespace(stage: Scene) -> None:
 
 
 def test_two_trust_groups_have_two_arenas(stage: Scene) -> None:
-    daemon = stage.start_daemon(tenants("a red own", "b blue own"))
+    daemon = stage.start_daemon(tenants("a vermilion own", "b cobalt own"))
     assert sorted(name.split("memfd:")[1].split(" ")[0].rstrip() for name in daemon.memfds())
     before = mapped(os.getpid())
     a, b = engine(stage, "a"), engine(stage, "b")
     a.saved(1, 20)
-    assert daemon.group("red")["host"]["ready"] == 20
-    assert daemon.group("blue")["host"]["ready"] == 0
+    assert daemon.group("vermilion")["host"]["ready"] == 20
+    assert daemon.group("cobalt")["host"]["ready"] == 0
     assert b.matched(b.chain(1, 20)) == 0
     own = set(mapped(os.getpid())) - set(before)
-    assert any("red" in name for name in own)
-    assert any("blue" in name for name in own)
+    assert any("vermilion" in name for name in own)
+    assert any("cobalt" in name for name in own)
     a.close()
     left = set(mapped(os.getpid())) - set(before)
-    assert not any("red" in name for name in left), "an engine maps its own group's memory only"
+    assert not any("vermilion" in name for name in left), "an engine maps its own group's memory only"
     with RawSession(daemon.socket) as raw:
         answer = raw.refused(hello(SMALL, tenants=["a", "b"]))
     assert answer.status == "INVALID_ARGUMENT"
