@@ -193,7 +193,7 @@ def run(options: Options) -> int:
 
 def _warm_up(stage: _Stage, engine: EngineProcess, prompt: Sequence[int]) -> None:
     """A full chunk and a short one, uncached: no measured request pays for a first time."""
-    for size in (512, 12):
+    for size in (1024, 12):
         stage.ask(engine, "warming up", prompt[-size:], reuse=False, new_tokens=2)
 
 
