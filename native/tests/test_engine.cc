@@ -1,3 +1,4 @@
+#include <chrono>
 #include <doctest/doctest.h>
 
 #include <poll.h>
@@ -270,7 +271,9 @@ TEST_CASE("copier: quiesce tells the truth at its timeout") {
   rig.fill_all();
   Copier copier(1);
   bool gave_up = false;
-  for (int round = 0; round < 200 && !gave_up; ++round) {
+  // A copy is rarely caught in the act: tried until it is, or until that cannot be chance any more.
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!gave_up && std::chrono::steady_clock::now() < until) {
     const JobId job = rig.load(copier);
     while (copier.progress(job) == 0) std::this_thread::yield();
     gave_up = !copier.quiesce(0);
