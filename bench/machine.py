@@ -8,7 +8,7 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
-__all__ = ["RESULTS", "where"]
+__all__ = ["RESULTS", "huge_bytes", "where"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,3 +36,19 @@ def _cpu() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def huge_bytes(name: str) -> int:
+    """Bytes of this process's mappings that lie on huge pages.
+
+    Args:
+        name: part of the mapping's name in the kernel's list; "" = private memory without one.
+    """
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            ours = name in line if name else len(fields) < 6
+        elif ours and fields[0] in ("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"):
+            total += int(fields[1]) << 10
+    return total

@@ -332,7 +332,10 @@ class DevicePool:
         """The engine is gone: every block leaves the index. Later changes raise ValueError."""
     def check(self) -> None: ...
 
-def slot_runs(slots: U32, pages_per_slot: int) -> U32:
-    """(r, 2) runs [first slot, count] of neighbouring slots, in order."""
+def pack_slots(slots: U32, pages_per_slot: int) -> bytes:
+    """Where blocks lie, in order, as little-endian u32: one per slot or, when that is shorter, a pair
+    [first slot, count] per run of neighbours."""
 
-def expand_runs(runs: U32, pages_per_slot: int) -> U32: ...
+def unpack_slots(packed: bytes, count: int, pages_per_slot: int, pages: int) -> U32:
+    """(count,) slots that pack_slots() packed. ValueError unless there are exactly so many, every one inside an
+    arena of `pages` pages: it may come from the wire."""

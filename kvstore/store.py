@@ -45,7 +45,7 @@ class Match:
         gap_stop: [known, gap_stop) was not asked about.
         digest: of the matched keys.
         plan: what to load.
-        runs: where the blocks of the plan's load range lie, u32 pairs as bytes.
+        runs: where the blocks of the plan's load range lie, packed.
     """
 
     lease: Lease | None
@@ -211,7 +211,7 @@ class Store:
         """Bring blocks [start, stop) of a lease to the arena; HOST has them there already.
 
         Returns:
-            Runs of the slots, u32 pairs as bytes, for all of [start, stop).
+            The slots of all of [start, stop), packed.
 
         Raises:
             NotFound: no such lease, or a block of the range was dropped since.

@@ -331,17 +331,11 @@ class Core:
     # ---- checks ----------------------------------------------------------------------------------------
 
     def slots_of(self, attachment: Attachment, runs: bytes, expected: int) -> U32:
-        """(expected,) slots that `runs` names. Fails the link when it names other than that."""
-        pairs = u32s(runs)
-        if pairs is None or pairs.size % 2:
-            raise self.broken(attachment.link, "runs are not pairs of numbers")
-        pairs = pairs.reshape(-1, 2)
-        ends = pairs[:, 0].astype(np.uint64) + pairs[:, 1].astype(np.uint64) * self.slot_pages
-        if int(pairs[:, 1].sum(dtype=np.uint64)) != expected or (ends > attachment.pages).any():
-            raise self.broken(attachment.link, f"runs do not name {expected} slots of the arena")
-        if not expected:
-            return np.empty(0, np.uint32)
-        return _native.expand_runs(np.ascontiguousarray(pairs), self.slot_pages)
+        """(expected,) slots that `runs` names. Fails the link when it names anything else."""
+        try:
+            return _native.unpack_slots(runs, expected, self.slot_pages, attachment.pages)
+        except ValueError as error:
+            raise self.broken(attachment.link, str(error)) from None
 
     def broken(self, link: Link, reason: str) -> Unavailable:
         """The daemon broke the protocol: this connection is over."""

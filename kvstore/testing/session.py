@@ -101,12 +101,11 @@ class SessionDriver:
 
     def faults(self, lease: Lease, chain: KeyChain) -> list[str]:
         """Load every HOST block of a lease and compare; what is wrong, [] when nothing is."""
-        runs = np.frombuffer(self.store.fetch(self.caller, lease.id, 0, lease.host), np.uint32).reshape(-1, 2)
+        packed = self.store.fetch(self.caller, lease.id, 0, lease.host)
         group, shape = self.caller.group, self.caller.shape
-        slots = _native.expand_runs(runs, shape.slot_bytes // _native.PAGE_BYTES).tolist()
+        pages = shape.slot_bytes // _native.PAGE_BYTES
+        slots = _native.unpack_slots(packed, lease.host, pages, group.arena.pages).tolist()
         keys = [chain.keys[i].tobytes() for i in range(len(slots))]
-        if len(slots) != lease.host:
-            return [f"{len(slots)} slots for {lease.host} blocks"]
         found = [
             slot_fault(group.arena, shape, slot, key) if slot != NONE else "a block without a slot"
             for slot, key in zip(slots, keys, strict=True)

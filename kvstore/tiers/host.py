@@ -58,8 +58,8 @@ class HostTier:
         return self._index.keys(self._pool.ready_nodes())
 
     def runs(self, nodes: NDArray[np.uint32], shape: SlotFormat) -> bytes:
-        """Where the blocks of `nodes` lie: pairs [slot, count] of neighbours, as u32 bytes."""
-        return _native.slot_runs(self._pool.slots(nodes), shape.slot_bytes // _native.PAGE_BYTES).tobytes()
+        """Where the blocks of `nodes` lie, as `_native.pack_slots` packs it."""
+        return _native.pack_slots(self._pool.slots(nodes), shape.slot_bytes // _native.PAGE_BYTES)
 
     def reserve(
         self, parent: int, keys: NDArray[np.uint8], shape: SlotFormat, now_s: float, stall_s: float

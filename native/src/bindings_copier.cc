@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <optional>
 
 #include "bindings.h"
@@ -190,23 +191,25 @@ nb::object py_slot_generations(const ArenaHandle& handle, const Array& slots) {
   return vector_result(slot_generations(*handle.get(), vector_arg<SlotId>(slots, "slots")));
 }
 
-nb::object py_expand_runs(const Array& runs, std::uint32_t pages_per_slot) {
-  const auto pairs = matrix_arg<std::uint32_t>(runs, "runs");
-  if (runs.shape(1) != 2) throw Invalid("runs: expected shape (r, 2)");
-  return vector_result(expand_runs(pairs, pages_per_slot));
+nb::bytes py_pack_slots(const Array& slots, std::uint32_t pages_per_slot) {
+  const auto packed = pack_slots(vector_arg<SlotId>(slots, "slots"), pages_per_slot);
+  return nb::bytes(reinterpret_cast<const char*>(packed.data()), packed.size() * sizeof(std::uint32_t));
+}
+
+nb::object py_unpack_slots(const nb::bytes& packed, std::size_t count, std::uint32_t pages_per_slot,
+                           std::uint64_t pages) {
+  if (packed.size() % sizeof(std::uint32_t) != 0) throw Invalid("slots: not a multiple of four bytes");
+  std::vector<std::uint32_t> numbers(packed.size() / sizeof(std::uint32_t));
+  if (!numbers.empty()) std::memcpy(numbers.data(), packed.data(), packed.size());
+  return vector_result(unpack_slots(numbers, {count, pages_per_slot, pages}));
 }
 
 void bind_slots(nb::module_& m) {
   m.def("verify_slots", &py_verify_slots, "arena"_a, "format"_a, "slots"_a, "keys"_a);
   m.def("table_crcs", &py_table_crcs, "arena"_a, "format"_a, "slots"_a);
   m.def("slot_generations", &py_slot_generations, "arena"_a, "slots"_a);
-  m.def(
-      "slot_runs",
-      [](const Array& slots, std::uint32_t pages_per_slot) {
-        return matrix_result(slot_runs(vector_arg<SlotId>(slots, "slots"), pages_per_slot), 2);
-      },
-      "slots"_a, "pages_per_slot"_a);
-  m.def("expand_runs", &py_expand_runs, "runs"_a, "pages_per_slot"_a);
+  m.def("pack_slots", &py_pack_slots, "slots"_a, "pages_per_slot"_a);
+  m.def("unpack_slots", &py_unpack_slots, "packed"_a, "count"_a, "pages_per_slot"_a, "pages"_a);
 }
 
 }  // namespace

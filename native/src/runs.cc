@@ -9,41 +9,62 @@ void check_pages(std::uint32_t pages_per_slot) {
   if (pages_per_slot == 0) throw Invalid("pages_per_slot: must be at least 1");
 }
 
+// One past the last first page that a slot may have.
+std::uint64_t first_outside(const SlotsExpected& expected) {
+  return expected.pages < expected.pages_per_slot ? 0 : expected.pages - expected.pages_per_slot + 1;
+}
+
+[[noreturn]] void refuse(std::size_t at, const char* why) {
+  throw Invalid("slots: number " + std::to_string(at) + " " + why);
+}
+
 }  // namespace
 
-std::vector<std::uint32_t> slot_runs(std::span<const SlotId> slots, std::uint32_t pages_per_slot) {
+std::vector<std::uint32_t> pack_slots(std::span<const SlotId> slots, std::uint32_t pages_per_slot) {
   check_pages(pages_per_slot);
-  if (slots.size() > kRunSlotsMax) throw Invalid("slots: at most " + std::to_string(kRunSlotsMax));
+  if (slots.size() > kPackedSlotsMax) throw Invalid("slots: at most " + std::to_string(kPackedSlotsMax));
   std::vector<std::uint32_t> runs;
   std::uint64_t next = 0;  // the slot that would continue the last run
+  bool short_enough = true;
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (slots[i] == kNone) throw Invalid("slots[" + std::to_string(i) + "]: NONE is not a slot");
+    if (slots[i] == kNone) refuse(i, "is NONE");
+    if (!short_enough) continue;  // only NONE is looked for now
     if (i > 0 && slots[i] == next) {
       ++runs.back();
     } else {
       runs.push_back(slots[i]);
       runs.push_back(1);
+      short_enough = runs.size() < slots.size();
     }
     next = std::uint64_t{slots[i]} + pages_per_slot;
   }
+  if (!short_enough) runs.assign(slots.begin(), slots.end());
   return runs;
 }
 
-std::vector<SlotId> expand_runs(std::span<const std::uint32_t> runs, std::uint32_t pages_per_slot) {
-  check_pages(pages_per_slot);
-  std::size_t total = 0;  // counts are checked before anything is made: they may come from the wire
-  for (std::size_t i = 0; i + 1 < runs.size(); i += 2) {
-    const std::uint64_t count = runs[i + 1];
-    const std::string name = "runs[" + std::to_string(i / 2) + "]";
-    if (count == 0) throw Invalid(name + ": empty");
-    total += count;
-    if (total > kRunSlotsMax) throw Invalid(name + ": more than " + std::to_string(kRunSlotsMax) + " slots in all");
-    if (runs[i] + (count - 1) * pages_per_slot >= kNone) throw Invalid(name + ": leaves the id space");
+std::vector<SlotId> unpack_slots(std::span<const std::uint32_t> packed, const SlotsExpected& expected) {
+  check_pages(expected.pages_per_slot);
+  if (expected.count > kPackedSlotsMax) throw Invalid("slots: at most " + std::to_string(kPackedSlotsMax));
+  const std::uint64_t outside = first_outside(expected);
+  if (packed.size() == expected.count) {
+    for (std::size_t i = 0; i < packed.size(); ++i)
+      if (packed[i] >= outside) refuse(i, "is outside the arena");
+    return {packed.begin(), packed.end()};
   }
+  if (packed.size() > expected.count || packed.size() % 2 != 0)
+    throw Invalid("slots: " + std::to_string(packed.size()) + " numbers for " + std::to_string(expected.count) +
+                  " slots");
   std::vector<SlotId> slots;
-  slots.reserve(total);
-  for (std::size_t i = 0; i + 1 < runs.size(); i += 2)
-    for (std::uint32_t k = 0; k < runs[i + 1]; ++k) slots.push_back(runs[i] + k * pages_per_slot);
+  slots.reserve(expected.count);
+  for (std::size_t i = 0; i < packed.size(); i += 2) {
+    const std::uint64_t first = packed[i], count = packed[i + 1];
+    if (count == 0 || count > expected.count - slots.size()) refuse(i + 1, "is not a count that fits");
+    if (first + (count - 1) * expected.pages_per_slot >= outside) refuse(i, "begins a run that leaves the arena");
+    for (std::uint64_t k = 0; k < count; ++k)
+      slots.push_back(static_cast<SlotId>(first + k * expected.pages_per_slot));
+  }
+  if (slots.size() != expected.count)
+    throw Invalid("slots: " + std::to_string(slots.size()) + " named, expected " + std::to_string(expected.count));
   return slots;
 }
 

@@ -150,10 +150,9 @@ class DeviceMachine(StoreMachine):
         keys = rows(chain)
         for i in range(table.device):
             assert memory[blocks[i]] == keys[i], "a device hit holds other bytes"
-        runs = np.frombuffer(table.runs, np.uint32).reshape(-1, 2)
         pages = session.caller.shape.slot_bytes // _native.PAGE_BYTES
-        slots = _native.expand_runs(runs, pages).tolist()
-        assert len(slots) == table.load_stop - table.load_start
+        count = table.load_stop - table.load_start
+        slots = _native.unpack_slots(table.runs, count, pages, session.caller.group.arena.pages).tolist()
         assert NONE not in slots
         for i in range(table.device, len(blocks)):  # loaded or computed: the bytes are the key's
             memory[blocks[i]] = keys[i] if i < len(keys) else b"unfinished"

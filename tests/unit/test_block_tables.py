@@ -58,8 +58,7 @@ def test_what_only_host_has_is_loaded(session: SessionDriver) -> None:
     table = session.acquire(found.lease.id, 5)
     assert (table.device, table.load_start, table.load_stop) == (0, 0, 3)
     pages = session.caller.shape.slot_bytes // _native.PAGE_BYTES
-    runs = np.frombuffer(table.runs, np.uint32).reshape(-1, 2)
-    assert len(_native.expand_runs(runs, pages)) == 3
+    assert len(_native.unpack_slots(table.runs, 3, pages, session.caller.group.arena.pages)) == 3
 
 
 def test_a_table_grows(session: SessionDriver) -> None:

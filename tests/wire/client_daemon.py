@@ -280,7 +280,7 @@ class ScriptedDaemon:
         self._lease += 1
         matched = np.frombuffer(b"".join(keys[:known]), np.uint8).reshape(-1, 32)
         slots = np.array([self.slots[key] for key in keys[:known]], np.uint32)
-        runs = _native.slot_runs(slots, self.format.slot_bytes // _native.PAGE_BYTES).tobytes()
+        runs = _native.pack_slots(slots, self.format.slot_bytes // _native.PAGE_BYTES)
         digest = _native.keys_digest(matched)
         spans = [("HOST", 0, known)]
         return m.Found(self._lease, known, 0, known, known, digest, (0, known), runs, spans, "all on HOST")

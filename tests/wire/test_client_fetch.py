@@ -34,8 +34,8 @@ def test_a_fetch_follows_its_notices(daemon: ScriptedDaemon, make: Maker) -> Non
     client = make.attached()
     chain = chain_of(client, 6)
     foreign = m.Progress(99, 6, 6, b"")
-    rest = [foreign, m.Progress(5, 3, 6, u32(8, 1)), m.Progress(5, 6, 6, u32(20, 2, 40, 1))]
-    hit = fetching(daemon, client, chain, m.Fetched(2, u32(1, 1)), *rest)
+    rest = [foreign, m.Progress(5, 3, 6, u32(8)), m.Progress(5, 6, 6, u32(20, 21, 40))]
+    hit = fetching(daemon, client, chain, m.Fetched(2, u32(1)), *rest)
     fetch = client.fetch(hit, 1, 6)
     result = fetch.wait(WAIT_S)
     assert (result.ready, result.reason) == (6, "")

@@ -170,7 +170,7 @@ LIES: dict[str, dict[str, Any]] = {
     "more slots than blocks": {"load": (0, 1), "runs": u32(0, 0xFFFFFFFF)},
     "slots outside the arena": {"load": (0, 3), "runs": u32(0xFFFFFF00, 3)},
     "runs cut short": {"load": (0, 1), "runs": b"\0" * 7},
-    "half a run": {"load": (0, 1), "runs": u32(1)},
+    "half a run": {"load": (0, 3), "runs": u32(1)},
     "unknown tier": {"spans": [("TAPE", 0, 3)]},
     "span outside": {"spans": [("HOST", 0, 4)]},
 }

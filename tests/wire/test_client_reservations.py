@@ -326,7 +326,7 @@ async def test_a_cancelled_grow_takes_nothing_from_a_living_table(daemon: Script
     slot = daemon.format.slot_bytes // _native.PAGE_BYTES
 
     def acquire(_: Any, body: m.Acquire) -> m.Acquired:
-        load, runs = ((1, 3), [[slot, 2]]) if body.blocks == 4 else ((0, 0), [])
+        load, runs = ((1, 3), [slot, 2 * slot]) if body.blocks == 4 else ((0, 0), [])
         raw = np.array(tables[body.blocks], "<u4").tobytes()
         return m.Acquired(9, raw, 1, load, np.array(runs, "<u4").tobytes(), [])
 

@@ -58,7 +58,7 @@ class Found(Message, tag="found", frozen=True):
         gap_stop: [known, gap_stop) was not asked about; send those keys with Extend if it is wider than 1.
         digest: `keys_digest` of the matched keys; the client compares it with its own.
         load: [start, stop) that the plan wants loaded.
-        runs: u32 pairs [slot, count] for `load`, in chain order.
+        runs: slots of `load` in chain order, packed (`_native.pack_slots`).
         spans: [tier, start, stop] each.
         reason: why the plan is what it is, one sentence.
         busy: nothing can be granted now, for this reason.
