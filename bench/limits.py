@@ -1,4 +1,4 @@
-"""What the machine can do without us: bare memcpy over lists of blocks, and a bare echo over a Unix socket."""
+"""What the machine can do without us: memcpy over lists of blocks, and an echo over a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore import _native
 
-__all__ = ["Echo", "LibcCopy", "compression_s", "huge_memory", "memory_of", "numpy_copy"]
+__all__ = ["Echo", "LibcCopy", "huge_memory", "memory_of", "numpy_copy"]
 
 HUGE_BYTES = 2 << 20
 U8 = NDArray[np.uint8]
@@ -97,29 +97,11 @@ def huge_memory(bytes_: int) -> U8:
 
 
 def memory_of(arena: _native.Arena) -> U8:
-    """(capacity_bytes,) a client's view of the whole arena, for a bare copy to or from the very same pages."""
+    """(capacity_bytes,) a client's view of the arena, to copy to or from the very same pages."""
     address = arena.view(0, 1).ctypes.data
     buffer = (ctypes.c_uint8 * arena.capacity_bytes).from_address(address)
     view: U8 = np.ctypeslib.as_array(buffer)
     return view
-
-
-def compression_s(turn_bytes: int = 1 << 20) -> float:
-    """Seconds of one bare BLAKE2b compression (128 bytes): a long message, by the faster of two libraries.
-
-    Args:
-        turn_bytes: length of the message.
-    """
-    import hashlib
-    import time
-
-    message, best = bytes(turn_bytes), float("inf")
-    for hash_it in (lambda: hashlib.blake2b(message).digest(), lambda: _native.blake2b(message)):
-        for _ in range(3):
-            start = time.perf_counter()
-            hash_it()
-            best = min(best, time.perf_counter() - start)
-    return best / (turn_bytes / 128)
 
 
 class Echo:

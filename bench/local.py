@@ -1,10 +1,10 @@
 """How close to the memory bus is the local path, and how close to a bare socket is a lookup?
 
-A client loads from and saves to a daemon in another process, every cell checked, random slots, one copy thread;
-the limit is memcpy (the better of the C library's and numpy's) between the very same pages, one thread too, both
-sides prefaulted, over a working set of four times the last-level cache. A lookup (with its lease and the slots
-of every block) is held against an echo of all the chain's keys by a bare asyncio server on the same kind of
-socket, at a daemon that holds a million nodes in random order.
+A client loads from and saves to a daemon in another process, every cell checked, random slots, one copy
+thread. The limit is memcpy (the better of the C library's and numpy's) between the very same pages, one
+thread too, both sides prefaulted, over a working set of four times the last-level cache. A lookup (with its
+lease and all slots) is held against an echo of all the chain's keys by a bare asyncio server on the same kind
+of socket, at a daemon that holds a million nodes in random order.
 
 A ratio `…_over_memcpy_…` is speed (1.25 = a quarter faster than memcpy), `…_over_echo` is time.
 """

@@ -1,4 +1,4 @@
-"""Processes of their own for bench.local: a fresh client's very first save, and a probe of the daemon's loop."""
+"""Children of bench.local: a fresh client's very first save, and a probe of the daemon's loop."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ FILLER_BLOCKS = 4000
 
 
 class _Planter:
-    """Saves chains block by block in random turns, so that neighbours in a chain are not neighbours in memory."""
+    """Saves chains block by block in random turns: neighbours in a chain are none in memory."""
 
     def __init__(self, client: Client, nodes: int) -> None:
         self.client = client

@@ -1,9 +1,9 @@
-"""How every benchmark here measures: alternating repetitions, medians, spread, and a control that can void it.
+"""How every benchmark here measures: alternating turns, medians, spread, and a control that can void it.
 
 The machines are shared and noisy, so an absolute time proves nothing. What is compared is run in the same
-process, turn and turn about (A B C, C B A, …), and judged by the median of the ratios within a turn. The limit
-(memcpy, an echo, a bare hash, …) also runs a second time in every turn as if it were something else: that
-ratio of a thing to itself should be 1, and when it is not, the figures are marked "void: noise".
+process, turn and turn about (A B C, C B A, …), and judged by the median of the ratios within a turn. The
+limit (memcpy, an echo, a bare hash, …) also runs a second time in every turn as if it were something else:
+that ratio of a thing to itself should be 1, and when it is not, the figures are marked "void: noise".
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Arm:
         name: in the result.
         work: what is timed. Returning a float means: it timed itself, these are the seconds.
         before: run before every turn of it, not timed.
-        settle: do the work once untimed before it counts. Plain stores leave the last-level cache full of dirty
-            lines, and whoever comes next pays for writing them out; so each starts from what it leaves itself.
+        settle: do the work once untimed before it counts. Plain stores leave the last-level cache full of
+            dirty lines, and whoever comes next pays for writing them out; so each starts from its own.
     """
 
     name: str
@@ -203,7 +203,7 @@ def _short(value: float) -> float:
 
 
 def last_level_cache_bytes() -> int:
-    """As the kernel reports it for CPU 0 (a virtual machine is told the whole host's); 32 MiB if it does not."""
+    """As the kernel tells (a virtual machine is told the whole host's); 32 MiB if it does not."""
     sizes = []
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         text = (index / "size").read_text().strip()

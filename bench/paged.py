@@ -1,4 +1,4 @@
-"""An engine's paged KV memory and the daemon beside it, for benchmarks: no model, the real everything else."""
+"""Paged KV memory and a daemon beside it, for benchmarks: no model, everything else is real."""
 
 from __future__ import annotations
 

@@ -337,5 +337,5 @@ def pack_slots(slots: U32, pages_per_slot: int) -> bytes:
     [first slot, count] per run of neighbours."""
 
 def unpack_slots(packed: bytes, count: int, pages_per_slot: int, pages: int) -> U32:
-    """(count,) slots that pack_slots() packed. ValueError unless there are exactly so many, every one inside an
-    arena of `pages` pages: it may come from the wire."""
+    """(count,) slots that pack_slots() packed. ValueError unless there are exactly so many, every one inside
+    an arena of `pages` pages: it may come from the wire."""

@@ -24,6 +24,7 @@ __all__ = ["KEY_BYTES", "KeyChain", "as_tokens", "probe_positions", "test_vector
 KEY_BYTES = 32
 TOKENS_MAX = 1 << 24  # 16 M tokens: far above any context, below any accident
 EXTRA_BYTES_MAX = 4096  # per block
+_TAIL = 8  # a growing conversation differs from its last turn here
 
 
 def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]:
@@ -69,10 +70,12 @@ def probe_positions(blocks: int) -> NDArray[np.uint32]:
     """
     if blocks <= 0:
         return np.empty(0, np.uint32)
-    step = max(1, math.isqrt(blocks))
-    spread = np.arange(0, blocks, step, dtype=np.uint32)
-    tail = np.arange(max(0, blocks - 8), blocks, dtype=np.uint32)
-    return np.unique(np.concatenate([spread, tail]))
+    step, tail = max(1, math.isqrt(blocks)), max(0, blocks - _TAIL)
+    spread = (tail + step - 1) // step  # positions 0, step, 2 · step, … below the tail
+    positions = np.empty(spread + blocks - tail, np.uint32)
+    positions[:spread] = np.arange(0, tail, step, dtype=np.uint32)
+    positions[spread:] = np.arange(tail, blocks, dtype=np.uint32)
+    return positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class Match:
         gap_stop: [known, gap_stop) was not asked about.
         digest: of the matched keys.
         plan: what to load.
-        runs: where the blocks of the plan's load range lie, packed.
+        runs: where the blocks of the plan's load range lie, packed; empty while a second trip is due.
     """
 
     lease: Lease | None
@@ -186,9 +186,9 @@ class Store:
             digest = _native.keys_digest(group.index.keys(lease.nodes))
             return self._found(caller, lease, len(lease.nodes), walk.gap_stop, digest, plan)
         if not length:
-            plan = reload.plan(0, 0)
-            return Match(None, walk.depth, walk.gap_stop, 0, plan, b"")
+            return Match(None, walk.depth, walk.gap_stop, 0, reload.plan(0, 0), b"")
         nodes = walk.nodes[:length]
+        first = lease is None
         if lease is None:
             lease = group.leases.grant(caller.session, root, blocks, nodes)
         else:
@@ -199,6 +199,8 @@ class Store:
         group.host.touch(int(nodes[-1]))
         device.touch(int(nodes[-1]))
         plan = reload.plan(on_device, on_host)
+        if first and walk.gap_stop > walk.depth == length:  # it will extend: only then does it need slots
+            return Match(lease, walk.depth, walk.gap_stop, walk.digest(length), plan, b"")
         return self._found(caller, lease, walk.depth, walk.gap_stop, walk.digest(length), plan)
 
     def _found(

@@ -23,22 +23,24 @@ std::uint64_t first_outside(const SlotsExpected& expected) {
 std::vector<std::uint32_t> pack_slots(std::span<const SlotId> slots, std::uint32_t pages_per_slot) {
   check_pages(pages_per_slot);
   if (slots.size() > kPackedSlotsMax) throw Invalid("slots: at most " + std::to_string(kPackedSlotsMax));
-  std::vector<std::uint32_t> runs;
-  std::uint64_t next = 0;  // the slot that would continue the last run
-  bool short_enough = true;
+  // One pass without branches decides the form, so that scattered slots cost no more than a copy.
+  std::size_t breaks = 0, none = 0;
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (slots[i] == kNone) refuse(i, "is NONE");
-    if (!short_enough) continue;  // only NONE is looked for now
-    if (i > 0 && slots[i] == next) {
+    none += slots[i] == kNone;
+    breaks += i > 0 && slots[i] != std::uint64_t{slots[i - 1]} + pages_per_slot;
+  }
+  if (none != 0) throw Invalid("slots: NONE is not a slot");
+  if (slots.empty() || 2 * (breaks + 1) >= slots.size()) return {slots.begin(), slots.end()};
+  std::vector<std::uint32_t> runs;
+  runs.reserve(2 * (breaks + 1));
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (i > 0 && slots[i] == std::uint64_t{slots[i - 1]} + pages_per_slot) {
       ++runs.back();
     } else {
       runs.push_back(slots[i]);
       runs.push_back(1);
-      short_enough = runs.size() < slots.size();
     }
-    next = std::uint64_t{slots[i]} + pages_per_slot;
   }
-  if (!short_enough) runs.assign(slots.begin(), slots.end());
   return runs;
 }
 

@@ -58,7 +58,8 @@ class Found(Message, tag="found", frozen=True):
         gap_stop: [known, gap_stop) was not asked about; send those keys with Extend if it is wider than 1.
         digest: `keys_digest` of the matched keys; the client compares it with its own.
         load: [start, stop) that the plan wants loaded.
-        runs: slots of `load` in chain order, packed (`_native.pack_slots`).
+        runs: slots of `load` in chain order, packed (`_native.pack_slots`). Empty in the answer to a Lookup
+            after which an Extend is due: known == blocks and gap_stop > known.
         spans: [tier, start, stop] each.
         reason: why the plan is what it is, one sentence.
         busy: nothing can be granted now, for this reason.
