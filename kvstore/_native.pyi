@@ -332,6 +332,27 @@ class DevicePool:
         """The engine is gone: every block leaves the index. Later changes raise ValueError."""
     def check(self) -> None: ...
 
+class Checker:
+    """The laws of an index and its host pool in slices, so that nobody waits for a whole check.
+
+    A law about one node or slot is asked when the cursor gets there; counts are compared at the end, and only
+    if nothing changed since the checker was made (`settled`). A settled check proves what check() proves.
+    Takes 12 bytes a node while it lives.
+    """
+    def __init__(self, index: Index, host: HostPool | None = None) -> None: ...
+    def step(self, most: int) -> bool:
+        """Look at about `most` more slots and nodes (0.1 to 0.2 µs each); True when all is done. RuntimeError
+        names the first broken law."""
+    @property
+    def settled(self) -> bool: ...
+
+class DeviceChecker:
+    """The same for one device pool: blocks, then nodes. Takes 4 bytes a node while it lives."""
+    def __init__(self, pool: DevicePool) -> None: ...
+    def step(self, most: int) -> bool: ...
+    @property
+    def settled(self) -> bool: ...
+
 def pack_slots(slots: U32, pages_per_slot: int) -> bytes:
     """Where blocks lie, in order, as little-endian u32: one per slot or, when that is shorter, a pair
     [first slot, count] per run of neighbours."""

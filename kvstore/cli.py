@@ -111,7 +111,8 @@ def check(*, config: ConfigFile = None, overrides: SetFlags = None, as_json: AsJ
     if as_json:
         print(json.dumps(report))
     else:
-        print("ok" if report["ok"] else f"BROKEN: {report['broken']}")
+        partial = f" ({report['partial']})" if "partial" in report else ""
+        print(f"ok{partial}" if report["ok"] else f"BROKEN: {report['broken']}")
     if not report["ok"]:
         raise SystemExit(1)
 

@@ -58,6 +58,7 @@ class DaemonConfig(_Table, frozen=True):
         stall_s: a slot being filled for longer than this may be filled by another session too.
         sessions_max: most connections at once.
         leases_max: most leases of one session.
+        self_check_s: the daemon checks its own laws this often, in the background (0 = never).
         log_level: debug, info, warning or error.
     """
 
@@ -70,6 +71,7 @@ class DaemonConfig(_Table, frozen=True):
     stall_s: float = 5.0
     sessions_max: int = 2048
     leases_max: int = 65536
+    self_check_s: float = 60.0
     log_level: str = "info"
 
 
@@ -275,6 +277,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "daemon.stall_s": (0.05, 3600),
     "daemon.sessions_max": (1, 65_536),
     "daemon.leases_max": (1, 1 << 24),
+    "daemon.self_check_s": (0, 86_400),
     "daemon.socket_mode": (0, 0o777),
     "host.capacity_bytes": (2 << 20, 1 << 44),  # slot ids are 32-bit page numbers: 16 TiB
     "host.slab_bytes": (2 << 20, 1 << 30),  # no slab may cross a 1 GiB registration border

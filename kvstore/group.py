@@ -25,7 +25,7 @@ from kvstore.tiers.noop import NoTier
 from kvstore.transfers import Filling, Fillings, Handed, mark
 from kvstore.types import BlockLayout, Namespace, Part, Reuse, Tier
 
-__all__ = ["Caller", "Counters", "Engine", "Group", "Root"]
+__all__ = ["Caller", "Checked", "Counters", "Engine", "Group", "Root"]
 
 log = structlog.get_logger()
 
@@ -112,6 +112,15 @@ class Counters:
     lost_on_demote: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The last check of a group that ended: when, whether counts were compared, and what it found broken."""
+
+    at_s: float
+    complete: bool
+    broken: str
+
+
 class Group:
     """One trust group."""
 
@@ -132,6 +141,7 @@ class Group:
         self.clock = clock
         self.alarm = ""
         """What an operator should look at, "" when nothing."""
+        self.checked: Checked | None = None
 
     def add_root(self, key: bytes, tenant: str, reuse: Reuse) -> Root:
         """The root for `key`, made on first use.
@@ -296,10 +306,22 @@ class Group:
         self.host.check()
         for engine in self.engines.values():
             engine.device.check()
+        for session in self.callers:
+            self.leases.check(session)
+        self.check_counters()
+        pins = sum(lease.pinned != NONE for lease in self.leases)
+        slots = sum(len(filling.slots) for filling in self.fillings)
+        if (pins, slots) != (self.leases.pins(), self.fillings.slots()):
+            raise RuntimeError(f"leases pin {pins} nodes and fillings hold {slots} slots: miscounted")
+
+    def check_counters(self) -> None:
+        """The laws between this group's parts, by counters that each of them keeps. O(1).
+
+        Raises:
+            RuntimeError: names the first that is broken.
+        """
         if self.index.pins() != self.leases.pins():
             raise RuntimeError(f"{self.index.pins()} pins in the index, {self.leases.pins()} held by leases")
         filling = self.host.counts()["filling"]
         if filling != self.fillings.slots():
             raise RuntimeError(f"{filling} slots are FILLING, {self.fillings.slots()} belong to fillings")
-        if any(lease.pinned == NONE and len(lease.nodes) for lease in self.leases):
-            raise RuntimeError("a lease on blocks pins nothing")

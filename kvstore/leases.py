@@ -99,6 +99,7 @@ class Leases:
         self._by_id: dict[int, Lease] = {}
         self._by_session: dict[int, dict[int, Lease]] = {}
         self._last_id = 0
+        self._pins = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -108,7 +109,17 @@ class Leases:
 
     def pins(self) -> int:
         """Pins held in the index by leases."""
-        return sum(lease.pinned != NONE for lease in self._by_id.values())
+        return self._pins
+
+    def check(self, session: int) -> None:
+        """The laws of one session's leases: at most `daemon.leases_max`, so one slice of a check.
+
+        Raises:
+            RuntimeError: a lease on blocks pins nothing.
+        """
+        for lease in self._by_session.get(session, {}).values():
+            if lease.pinned == NONE and len(lease.nodes):
+                raise RuntimeError(f"lease {lease.id}: on {len(lease.nodes)} blocks, but pins nothing")
 
     def grant(self, session: int, root: bytes, blocks_max: int, nodes: NDArray[np.uint32]) -> Lease:
         """Make a lease on `nodes` and pin the deepest.
@@ -132,6 +143,7 @@ class Leases:
             self._index.pin(node)
         if lease.pinned != NONE:
             self._index.unpin(lease.pinned)
+        self._pins += (node != NONE) - (lease.pinned != NONE)
         lease.pinned = node
 
     def get(self, session: int, lease_id: int) -> Lease:

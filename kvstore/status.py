@@ -28,7 +28,8 @@ def _group(group: Group) -> dict[str, object]:
             "dropped": dict(group.host.dropped),
         },
         "index": {"nodes": len(group.index), "nodes_max": group.index.nodes_max},
-        "alarm": group.alarm,
+        "alarm": group.checked.broken if group.checked and group.checked.broken else group.alarm,
+        "checked": _checked(group),
         "leases": len(group.leases),
         "fillings": len(group.fillings),
         "quarantined": sum(len(f.slots) for f in group.fillings if not _open(group, f.engine)),
@@ -36,6 +37,15 @@ def _group(group: Group) -> dict[str, object]:
         "engines": {engine.id.hex(): _engine(engine) for engine in group.engines.values()},
         "counters": asdict(group.counters),
     }
+
+
+def _checked(group: Group) -> dict[str, object] | None:
+    """The last check that ended, whoever asked for it; None before the first."""
+    last = group.checked
+    if last is None:
+        return None
+    age_s = round(group.clock.now() - last.at_s, 3)
+    return {"ok": not last.broken, "broken": last.broken, "complete": last.complete, "age_s": age_s}
 
 
 def _open(group: Group, engine: bytes) -> bool:

@@ -118,6 +118,7 @@ class Fillings:
     def __init__(self) -> None:
         self._by_token: dict[int, Filling] = {}
         self._by_engine: dict[bytes, dict[int, Filling]] = {}
+        self._slots = 0
         # At random, so that a token of a daemon that is gone never names a filling of this one.
         self.last_token = secrets.randbits(62)
 
@@ -151,6 +152,7 @@ class Fillings:
             len(handed.slots),
         )
         self._by_token[filling.token] = filling
+        self._slots += len(filling.slots)
         self._by_engine.setdefault(engine, {})[filling.token] = filling
         return filling
 
@@ -170,6 +172,7 @@ class Fillings:
     def end(self, filling: Filling) -> None:
         """Forget it (its slots were published or aborted)."""
         del self._by_token[filling.token]
+        self._slots -= len(filling.slots)
         mine = self._by_engine[filling.engine]
         del mine[filling.token]
         if not mine:
@@ -185,4 +188,4 @@ class Fillings:
 
     def slots(self) -> int:
         """Slots in all of them."""
-        return sum(len(filling.slots) for filling in self._by_token.values())
+        return self._slots

@@ -20,7 +20,10 @@ def report_of(core: Core, message: Status | Check) -> Op[dict[str, Any]]:
     if attachment is None:
         return {"attached": False, "reason": str(core.refusal or "no daemon is attached")}
     try:
-        answer = yield from ask(core, attachment.link, message, StatusReport, core.call_deadline())
+        # A daemon checks itself in slices, after others' requests: that may take seconds.
+        limits, now = core.setup.limits, core.setup.clock.now()
+        deadline = now + (limits.attach_s if isinstance(message, Check) else limits.call_s)
+        answer = yield from ask(core, attachment.link, message, StatusReport, deadline)
         content = msgspec.json.decode(answer.json, type=dict[str, Any])
     except KVStoreError as error:
         return {"attached": False, "reason": str(error)}

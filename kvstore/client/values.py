@@ -89,7 +89,7 @@ class Limits:
 
     Attributes:
         call_s: deadline of one operation without copies; when it passes, the connection is given up.
-        attach_s: deadline of each step of an attach.
+        attach_s: deadline of each step of an attach, and of a check.
         copy_s: after this long a copy is cancelled (its blocks become "dropped").
         retry_s, retry_max_s: first and last pause between two tries to attach (doubling, jittered).
         refused_s: pause after a refusal, unless another socket appears at the path.

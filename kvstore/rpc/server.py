@@ -17,6 +17,7 @@ from pathlib import Path
 import structlog
 
 from kvstore import engines
+from kvstore.checks import Checks
 from kvstore.errors import ConfigError
 from kvstore.group import Caller
 from kvstore.rpc.connection import Connection
@@ -145,6 +146,7 @@ class SessionServer:
         self._store = store
         self._loop = loop
         self._config = store.config.daemon
+        self._checks = Checks(store, loop)
         self._path = Path(self._config.socket)
         self._listener: socket.socket | None = None
         self._sessions: dict[int, Session] = {}
@@ -171,6 +173,7 @@ class SessionServer:
         self._inode = self._path.stat().st_ino
         listener.listen(_BACKLOG)
         self._listener = listener
+        self._checks.open()
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def __len__(self) -> int:
@@ -208,7 +211,7 @@ class SessionServer:
             log.error("session refused", session=number, reason=str(error))
             sock.close()
             return
-        session = Session(self._store, number, peer)
+        session = Session(self._store, self._checks, number, peer)
         timer = self._loop.call_later(self._config.attach_timeout_s, self._too_silent, number)
 
         def closed(reason: str) -> None:
@@ -228,6 +231,7 @@ class SessionServer:
 
     def close(self) -> None:
         """Stop listening, close every session, remove the socket."""
+        self._checks.close()
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()

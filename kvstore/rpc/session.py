@@ -1,7 +1,8 @@
 """The session protocol, daemon side: one object per connection, one method per message.
 
-A method runs to its end inside one wake-up of the event loop; none waits. A KVStoreError becomes a `Failed`
-reply and the connection lives on; bytes that are not the protocol end it.
+A method runs to its end inside one wake-up of the event loop; none waits. Only Check is answered later: it is
+done in slices (kvstore/checks.py). A KVStoreError becomes a `Failed` reply and the connection lives on; bytes
+that are not the protocol end it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import structlog
 from numpy.typing import NDArray
 
 from kvstore import _native, block_tables, engines
+from kvstore.checks import Checks
 from kvstore.errors import STATUS, BadRequest, KVStoreError, LayoutRefused, Refused
 from kvstore.group import Caller
 from kvstore.rpc import messages as m
@@ -44,8 +46,9 @@ class Session:
         connection: where replies go; set by the server right after construction.
     """
 
-    def __init__(self, store: Store, number: int, peer: Peer) -> None:
+    def __init__(self, store: Store, checks: Checks, number: int, peer: Peer) -> None:
         self.store = store
+        self.checks = checks
         self.number = number
         self.peer = peer
         self.caller: Caller | None = None
@@ -64,12 +67,14 @@ class Session:
             self._refuse(0, BadRequest(f"frame: {error}"))
             return
         fds: tuple[int, ...] = ()
-        body: m.Reply
+        body: m.Reply | None
         try:
             if isinstance(frame.body, m.Attach):
                 body, fds = self._attach(frame.body)
             else:
-                body = self._answer(frame.body)
+                body = self._answer(frame)
+                if body is None:
+                    return
         except LayoutRefused as error:
             self._refuse(frame.id, error)
             return
@@ -86,12 +91,18 @@ class Session:
             return
         self._reply(frame.id, body, fds)
 
-    def _answer(self, body: Any) -> m.Reply:
+    def _answer(self, frame: m.RequestFrame) -> m.Reply | None:
+        """The reply, or None when it comes later."""
+        body: Any = frame.body
         if self.caller is not None:
             self.caller.heard_s = self.store.clock.now()
         kind = type(body)
-        if kind in _FOR_ALL and (self.caller is not None or self.tool):
-            return _FOR_ALL[kind](self, body)
+        if self.caller is not None or self.tool:
+            if kind is m.Check:
+                self._check(frame.id)
+                return None
+            if kind in _FOR_ALL:
+                return _FOR_ALL[kind](self, body)
         if self.caller is None:
             raise Refused(
                 "attach: must come first" if not self.tool else "role: a tool may only ask for status"
@@ -272,19 +283,13 @@ class Session:
     def _status(self, _: m.Status) -> m.StatusReport:
         return m.StatusReport(json.dumps(status(self.store)))
 
-    def _check(self, _: m.Check) -> m.StatusReport:
-        try:
-            self.store.check()
-        except RuntimeError as error:
-            log.error("check failed", broken=str(error))
-            return m.StatusReport(json.dumps({"ok": False, "broken": str(error)}))
-        return m.StatusReport(json.dumps({"ok": True}))
+    def _check(self, request: int) -> None:
+        self.checks.ask(lambda report: self._reply(request, m.StatusReport(json.dumps(report.answer()))))
 
 
 _FOR_ALL: dict[type, Callable[[Session, Any], m.Reply]] = {
     m.Heartbeat: Session._heartbeat,
     m.Status: Session._status,
-    m.Check: Session._check,
 }
 _PROVING: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {
     m.Prove: Session._prove,

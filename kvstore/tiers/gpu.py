@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore._native import KEYS_MAX, NONE, Allocation, DevicePool, HostPool, Index, Walk
+from kvstore._native import KEYS_MAX, NONE, Allocation, DeviceChecker, DevicePool, HostPool, Index, Walk
 from kvstore.errors import BadRequest
 from kvstore.types import Tier
 
@@ -130,6 +130,10 @@ class OwnedPool:
 
     def check(self) -> None:
         self._pool.check()
+
+    def checker(self) -> DeviceChecker:
+        """The same in slices."""
+        return DeviceChecker(self._pool)
 
 
 class BorrowedPool:

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "bindings.h"
+#include "check.h"
 #include "device_pool.h"
 #include "index.h"
 #include "pool.h"
@@ -200,6 +201,18 @@ void bind_device_pool(nb::module_& m) {
       .def("check", &DevicePool::check);
 }
 
+void bind_checks(nb::module_& m) {
+  nb::class_<Checker>(m, "Checker")
+      .def(nb::init<const Index&, const HostPool*>(), "index"_a, "host"_a.none() = nb::none(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("step", &Checker::step, "most"_a)
+      .def_prop_ro("settled", &Checker::settled);
+  nb::class_<DeviceChecker>(m, "DeviceChecker")
+      .def(nb::init<const DevicePool&>(), "pool"_a, nb::keep_alive<1, 2>())
+      .def("step", &DeviceChecker::step, "most"_a)
+      .def_prop_ro("settled", &DeviceChecker::settled);
+}
+
 }  // namespace
 
 void bind_metadata(nb::module_& module) {
@@ -207,6 +220,7 @@ void bind_metadata(nb::module_& module) {
   bind_index(module);
   bind_host_pool(module);
   bind_device_pool(module);
+  bind_checks(module);
 }
 
 }  // namespace kv

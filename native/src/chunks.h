@@ -1,5 +1,5 @@
-// An array that grows in chunks of 2^15 elements: addresses are stable and growing copies nothing, so no
-// insertion ever pays for all earlier ones. A chunk of 64 B elements is exactly one 2 MiB huge page, which
+// An array that grows in chunks, of 2^15 elements unless told otherwise: addresses are stable and growing
+// copies nothing, so no insertion ever pays for all earlier ones. A chunk of 64 B elements is exactly one 2 MiB huge page, which
 // keeps a walk over millions of nodes from missing the TLB at every step.
 #pragma once
 
@@ -19,17 +19,17 @@ namespace kv {
 
 inline constexpr std::size_t kChunkElements = std::size_t{1} << 15;
 
-template <class T>
+template <class T, std::size_t kElements = kChunkElements>
 class ChunkedArray {
   static_assert(std::is_trivially_destructible_v<T>);
 
  public:
-  T& operator[](std::size_t i) noexcept { return chunks_[i / kChunkElements].get()[i % kChunkElements]; }
+  T& operator[](std::size_t i) noexcept { return chunks_[i / kElements].get()[i % kElements]; }
   const T& operator[](std::size_t i) const noexcept {
-    return chunks_[i / kChunkElements].get()[i % kChunkElements];
+    return chunks_[i / kElements].get()[i % kElements];
   }
 
-  std::size_t size() const noexcept { return chunks_.size() * kChunkElements; }
+  std::size_t size() const noexcept { return chunks_.size() * kElements; }
   std::size_t memory_bytes() const noexcept { return chunks_.size() * kChunkBytes; }
 
   // Makes [0, n) addressable, new elements value-initialised. May throw std::bad_alloc, changing nothing.
@@ -38,7 +38,7 @@ class ChunkedArray {
   }
 
  private:
-  static constexpr std::size_t kChunkBytes = kChunkElements * sizeof(T);
+  static constexpr std::size_t kChunkBytes = kElements * sizeof(T);
   struct Free {
     void operator()(T* p) const noexcept { std::free(p); }
   };
@@ -50,7 +50,7 @@ class ChunkedArray {
     if (!chunk) throw std::bad_alloc();
     // Advice only: without transparent huge pages everything works, the walk is merely slower.
     if (huge) ::madvise(chunk.get(), kChunkBytes, MADV_HUGEPAGE);
-    std::uninitialized_value_construct_n(chunk.get(), kChunkElements);
+    std::uninitialized_value_construct_n(chunk.get(), kElements);
     chunks_.push_back(std::move(chunk));
   }
 

@@ -88,6 +88,7 @@ void DevicePool::note(std::vector<Key>& events, NodeId node) {
 }
 
 void DevicePool::link(BlockId block, NodeId node) {
+  index_.changed();
   const NodeId parent = index_.node(node).parent;
   const std::uint32_t siblings = children_.find(parent);
   children_.set(parent, siblings == kNone ? 1 : siblings + 1);
@@ -99,6 +100,7 @@ void DevicePool::link(BlockId block, NodeId node) {
 
 // The block is no longer found under its node; the node's holder stays with the caller.
 void DevicePool::unlink(BlockId block) {
+  index_.changed();
   const NodeId node = blocks_[block].node;
   const NodeId parent = index_.node(node).parent;
   by_node_.erase(node);
@@ -115,11 +117,13 @@ void DevicePool::unlink(BlockId block) {
 }
 
 void DevicePool::let_go(NodeId node) {
+  index_.changed();
   --index_.node(node).holders;
   index_.reap(node);
 }
 
 void DevicePool::make_free(BlockId block) {
+  index_.changed();
   blocks_[block] = Block{};
   free_.add(block);
 }
@@ -177,6 +181,7 @@ std::size_t DevicePool::memory_bytes() const noexcept {
 // ---- actions ---------------------------------------------------------------------------------------------
 
 void DevicePool::pin_once(BlockId block) noexcept {
+  index_.changed();
   if (blocks_[block].pins++ > 0) return;
   --idle_;
   ++mapped_;
@@ -184,6 +189,7 @@ void DevicePool::pin_once(BlockId block) noexcept {
 
 bool DevicePool::unpin_once(BlockId block) noexcept {
   if (blocks_[block].pins == 0) return false;
+  index_.changed();
   if (--blocks_[block].pins > 0) return true;
   --mapped_;
   ++idle_;
@@ -229,6 +235,7 @@ void DevicePool::adopt(std::span<const BlockId> blocks) {
       pin_once(block);
       continue;
     }
+    index_.changed();
     free_.remove(block);
     blocks_[block] = {kNone, 1, State::kUsed};
     ++mapped_;
@@ -260,6 +267,7 @@ Allocation DevicePool::allocate(std::size_t wanted) {
   if (wanted > blocks_.size() || wanted > kKeysMax)
     throw Invalid("wanted: at most " + std::to_string(std::min(blocks_.size(), kKeysMax)) + " blocks, got " +
                   std::to_string(wanted));
+  index_.changed();
   Allocation out;
   // Hopeless demands evict nothing.
   if (free_.count() + idle_ + draining_ < wanted) return out;
@@ -349,43 +357,11 @@ bool DevicePool::drop(NodeId node) {
 
 // ---- laws ------------------------------------------------------------------------------------------------
 
-void DevicePool::count_holders(std::span<std::uint32_t> counts) const {
-  for (const Block& b : blocks_)
-    if (b.node != kNone) ++counts[b.node];
-}
-
-void DevicePool::check() const {
-  const auto broken = [](std::size_t block, const char* law) {
-    throw Broken("device pool: block " + std::to_string(block) + ": " + law);
-  };
-  std::vector<std::uint32_t> children(index_.ids(), 0);
-  std::size_t mapped = 0, idle = 0, draining = 0, linked = 0, parents = 0;
-  for (BlockId id = 0; id < blocks_.size(); ++id) {
-    const Block& b = blocks_[id];
-    if (free_.has(id) != (b.state == State::kFree)) broken(id, "free and used at once");
-    if (b.state == State::kFree && (b.pins > 0 || b.node != kNone)) broken(id, "FREE but pinned or indexed");
-    mapped += b.state == State::kUsed && b.pins > 0;
-    idle += b.state == State::kUsed && b.pins == 0;
-    draining += b.state == State::kDraining;
-    if (b.state == State::kUsed && b.pins == 0 && b.node == kNone) broken(id, "neither pinned nor indexed");
-    if (b.state == State::kDraining && (b.pins > 0 || b.node == kNone)) broken(id, "DRAINING without a node");
-    if (b.node == kNone) continue;
-    if (!index_.live(b.node)) broken(id, "its node does not exist");
-    if (b.state != State::kUsed) continue;
-    ++linked;
-    if (by_node_.find(b.node) != id) broken(id, "its node names another block");
-    parents += children[index_.node(b.node).parent]++ == 0;
-    if (candidate(id) && policy_.queue_of(id) != 0) broken(id, "may leave but is in no queue");
-  }
-  if (linked != by_node_.size()) throw Broken("device pool: nodes with blocks are miscounted");
-  if (parents != children_.size()) throw Broken("device pool: parents are miscounted");
-  children_.each([&](NodeId node, std::uint32_t n) {
-    if (n != children[node]) throw Broken("device pool: node " + std::to_string(node) + ": wrong child count");
-  });
-  if (mapped != mapped_ || idle != idle_ || draining != draining_)
-    throw Broken("device pool: counts by state are off");
-  if (free_.count() + mapped + idle + draining != blocks_.size())
-    throw Broken("device pool: free + mapped + idle + draining != blocks");
+std::uint32_t DevicePool::holders(std::uint32_t start, std::uint32_t most, const HolderOf& each) const {
+  const std::size_t stop = std::min(blocks_.size(), std::size_t{start} + most);
+  for (std::size_t id = start; id < stop; ++id)
+    if (blocks_[id].node != kNone) each(blocks_[id].node);
+  return stop == blocks_.size() ? kNone : static_cast<std::uint32_t>(stop);
 }
 
 }  // namespace kv

@@ -84,9 +84,11 @@ class DevicePool final : public Place {
 
   void pinned(NodeId) override {}
   void unpinned(NodeId node) override;
-  void count_holders(std::span<std::uint32_t> counts) const override;
+  std::uint32_t holders(std::uint32_t start, std::uint32_t most, const HolderOf& each) const override;
 
  private:
+  friend class DeviceChecker;
+
   enum class State : std::uint8_t { kFree, kUsed, kDraining };
   struct Block {
     NodeId node = kNone;

@@ -8,7 +8,6 @@ namespace kv {
 namespace {
 
 constexpr std::size_t kLanes = 16;      // sub-walks in flight: more than a core's outstanding cache misses
-constexpr std::size_t kTableMin = 64;
 constexpr std::size_t kIdStep = 1024;   // ids come into use in steps, so a small index is quick to check
 
 __extension__ using Wide = unsigned __int128;
@@ -20,10 +19,6 @@ std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
 
 std::string at(std::size_t i, std::uint32_t position) {
   return "positions[" + std::to_string(i) + "] = " + std::to_string(position) + ": ";
-}
-
-[[noreturn]] void broken(NodeId id, const char* law) {
-  throw Broken("index: node " + std::to_string(id) + ": " + law);
 }
 
 }  // namespace
@@ -41,7 +36,6 @@ Index::Index(std::size_t nodes_max) : nodes_max_(nodes_max) {
   if (nodes_max == 0 || nodes_max > kNodesMax)
     throw Invalid("nodes_max: must be in [1, 2^31], got " + std::to_string(nodes_max));
   free_ = FreeIds(round_up(nodes_max + kRootsMax, kIdStep));
-  table_.resize(kTableMin);
   std::random_device random;
   for (auto& word : seed_) word = std::uint64_t{random()} << 32 | random();
 }
@@ -53,8 +47,6 @@ void Index::require(NodeId id, const char* what) const {
 }
 
 // ---- hash table ------------------------------------------------------------------------------------------
-// The home of an entry follows from its tag alone and is monotonic in it: growing and shifting never touch
-// a node, and a table is rehashed in one sequential pass.
 
 std::uint32_t Index::tag(const Key& key) const noexcept {
   std::uint64_t w[4];
@@ -66,9 +58,8 @@ std::uint32_t Index::tag(const Key& key) const noexcept {
 NodeId Index::find(const Key& key) const noexcept { return find(key, tag(key)); }
 
 NodeId Index::find(const Key& key, std::uint32_t tag) const noexcept {
-  for (std::size_t i = home(tag); table_[i].id != kNone; i = after(i))
-    if (table_[i].tag == tag && nodes_[table_[i].id].key == key) return table_[i].id;
-  return kNone;
+  const TagTable::Entry* entry = table_.find(tag, [&](NodeId id) { return nodes_[id].key == key; });
+  return entry == nullptr ? kNone : entry->value();
 }
 
 // As find() for each key, with the misses of several keys under way at once.
@@ -78,49 +69,20 @@ std::vector<NodeId> Index::find_all(std::span<const Key> keys) const {
   std::vector<NodeId> ids(keys.size());
   for (std::size_t i = 0; i < keys.size(); ++i) tags[i] = tag(keys[i]);
   for (std::size_t i = 0; i < keys.size() + kTableAhead; ++i) {
-    if (i < keys.size()) __builtin_prefetch(&table_[home(tags[i])]);
+    if (i < keys.size()) table_.prefetch(tags[i]);
     if (i >= kNodeAhead && i - kNodeAhead < keys.size()) {
-      const std::uint32_t t = tags[i - kNodeAhead];
-      std::size_t j = home(t);
-      while (table_[j].id != kNone && table_[j].tag != t) j = after(j);
-      if (table_[j].id != kNone) __builtin_prefetch(&nodes_[table_[j].id]);
+      const TagTable::Entry* entry = table_.find(tags[i - kNodeAhead], [](NodeId) { return true; });
+      if (entry != nullptr) __builtin_prefetch(&nodes_[entry->value()]);
     }
     if (i >= kTableAhead) ids[i - kTableAhead] = find(keys[i - kTableAhead], tags[i - kTableAhead]);
   }
   return ids;
 }
 
-void Index::reserve_table(std::size_t entries) {
-  if (entries * 20 <= table_.size() * 17) return;  // load <= 0.85
-  std::size_t wanted = table_.size();
-  while (entries * 20 > wanted * 17) wanted += wanted / 4;
-  std::vector<Entry> old(wanted);
-  std::swap(old, table_);
-  for (const Entry& e : old)
-    if (e.id != kNone) insert(e.tag, e.id);
-}
-
-void Index::insert(std::uint32_t tag, NodeId id) noexcept {
-  std::size_t i = home(tag);
-  while (table_[i].id != kNone) i = after(i);
-  table_[i] = {tag, id};
-}
-
 void Index::erase(const Key& key, NodeId id) {
-  const std::size_t size = table_.size();
-  std::size_t i = home(tag(key));
-  while (table_[i].id != id) {
-    if (table_[i].id == kNone) broken(id, "its key is not in the table");
-    i = after(i);
-  }
-  for (std::size_t j = after(i); table_[j].id != kNone; j = after(j)) {
-    const std::size_t from_home = (j + size - home(table_[j].tag)) % size;
-    if (from_home >= (j + size - i) % size) {
-      table_[i] = table_[j];
-      i = j;
-    }
-  }
-  table_[i] = Entry{};
+  TagTable::Entry* entry = table_.find(tag(key), [&](NodeId other) { return other == id; });
+  if (entry == nullptr) throw Broken("index: node " + std::to_string(id) + ": its key is not in the table");
+  table_.erase(entry);
 }
 
 // ---- nodes -----------------------------------------------------------------------------------------------
@@ -130,7 +92,7 @@ void Index::prepare(std::size_t n) {
 }
 
 void Index::reserve(std::size_t n) {
-  reserve_table(live_ + n);
+  table_.prepare(n);
   while (free_.count() < n) {
     nodes_.grow(ids_ + kIdStep);
     free_.add_range(ids_, ids_ + kIdStep);
@@ -156,7 +118,8 @@ NodeId Index::make(NodeId parent, const Key& key) {
   node.jump = up.depth % kJumpStride == 0 ? parent : up.jump;
   ++up.children;
   ++live_;
-  insert(tag(key), id);
+  ++version_;
+  table_.insert(tag(key), id);
   return id;
 }
 
@@ -176,7 +139,8 @@ NodeId Index::root(const Key& key) {
   nodes_[id].depth = 0;
   ++live_;
   ++roots_;
-  insert(tag(key), id);
+  ++version_;
+  table_.insert(tag(key), id);
   return id;
 }
 
@@ -184,9 +148,11 @@ void Index::reap(NodeId id) {
   for (;;) {
     Node& node = nodes_[id];
     if (node.depth == 0 || node.children > 0 || node.holders > 0 || node.pins > 0) return;
-    if (node.host_refs > 0 || node.host_slot != kNone) broken(id, "reaped while the host pool refers to it");
+    if (node.host_refs > 0 || node.host_slot != kNone) 
+      throw Broken("index: node " + std::to_string(id) + ": reaped while the host pool refers to it");
     const NodeId parent = node.parent;
     erase(node.key, id);
+    ++version_;
     node = Node{};
     free_.add(id);
     --live_;
@@ -305,6 +271,7 @@ Walk Index::walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t
 void Index::pin(NodeId id) {
   require(id, "node");
   pinned_.set(id, 0);
+  ++version_;
   ++pins_;
   if (++nodes_[id].pins == 1)
     for (Place* place : places_) place->pinned(id);
@@ -313,6 +280,7 @@ void Index::pin(NodeId id) {
 void Index::unpin(NodeId id) {
   require(id, "node");
   if (nodes_[id].pins == 0) throw Invalid("node: " + std::to_string(id) + " is not pinned");
+  ++version_;
   --pins_;
   if (--nodes_[id].pins > 0) return;
   pinned_.erase(id);
@@ -339,7 +307,15 @@ std::vector<NodeId> Index::pinned_below(NodeId id) const {
   return found;
 }
 
-void Index::leave(Place* place) { std::erase(places_, place); }
+void Index::join(Place* place) {
+  ++version_;
+  places_.push_back(place);
+}
+
+void Index::leave(Place* place) {
+  ++version_;
+  std::erase(places_, place);
+}
 
 void Index::claim_host() {
   if (host_claimed_)
@@ -348,50 +324,8 @@ void Index::claim_host() {
 }
 
 std::size_t Index::memory_bytes() const noexcept {
-  return nodes_.memory_bytes() + table_.capacity() * sizeof(Entry) + free_.memory_bytes() +
+  return nodes_.memory_bytes() + table_.memory_bytes() + free_.memory_bytes() +
          pinned_.memory_bytes();
-}
-
-// ---- laws ------------------------------------------------------------------------------------------------
-
-void Index::check() const {
-  std::vector<std::uint32_t> holders(ids_, 0);
-  for (const Place* place : places_) place->count_holders(holders);
-  check_nodes(holders);
-  std::size_t entries = 0;
-  for (const Entry& e : table_) entries += e.id != kNone;
-  if (entries != live_) throw Broken("index: entries in the table != nodes");
-  if (size() > nodes_max_) throw Broken("index: more than nodes_max nodes");
-}
-
-void Index::check_nodes(std::span<const std::uint32_t> holders) const {
-  std::vector<std::uint32_t> children(ids_, 0);
-  std::size_t nodes = 0, roots = 0, pins = 0, pinned = 0;
-  for (NodeId id = 0; id < ids_; ++id) {
-    const Node& node = nodes_[id];
-    if (free_.has(id) != (node.depth == kNone)) broken(id, "free and live at once, or neither");
-    if (node.depth == kNone) continue;
-    ++nodes;
-    pins += node.pins;
-    pinned += node.pins > 0;
-    if ((pinned_.find(id) != kNone) != (node.pins > 0)) broken(id, "the set of pinned nodes disagrees");
-    if (find(node.key) != id) broken(id, "its key finds another node");
-    if (node.holders != holders[id]) broken(id, "holders differ from what the pools hold");
-    if (node.depth == 0) {
-      ++roots;
-      continue;
-    }
-    if (node.children == 0 && node.holders == 0 && node.pins == 0) broken(id, "removable but not reaped");
-    if (!live(node.parent)) broken(id, "its parent does not exist");
-    const Node& up = nodes_[node.parent];
-    ++children[node.parent];
-    if (node.depth != up.depth + 1) broken(id, "depth is not its parent's + 1");
-    if (node.jump != (up.depth % kJumpStride == 0 ? node.parent : up.jump)) broken(id, "wrong jump");
-  }
-  for (NodeId id = 0; id < ids_; ++id)
-    if (nodes_[id].depth != kNone && nodes_[id].children != children[id]) broken(id, "wrong child count");
-  if (nodes != live_ || roots != roots_) throw Broken("index: node counts are off");
-  if (pins != pins_ || pinned != pinned_.size()) throw Broken("index: the sum of pins is off");
 }
 
 }  // namespace kv

@@ -4,13 +4,17 @@
 //   a node is removable <=> no child nodes, no holders (places with its bytes), no pins;
 //   removable nodes are reaped at once, upwards, one by one (never recursively).
 //
-// Memory per node: 64 B node + 9.4..11.8 B in the hash table (8 B entries at load 0.68..0.85) + 8 B stamp in
-// the host pool's policy, and 12 B in its heap if the node is, or since its last eviction was, a leaf:
-// 82..96 B. (The host pool adds 24 B per slot, used or not.)
+// Memory per node: 64 B node + 9.8..11.4 B in the hash table, growth included (tag_table.h) + 1 bit in the set
+// of free ids + 8 B stamp in the host pool's policy, and 12 B in its heap if the node is, or since its last
+// eviction was, a leaf: 82..95.6 B. (The host pool adds 24 B per slot, used or not.)
+//
+// Nothing here is copied to grow: nodes come in chunks, the table moves a few slots per insertion. A call with
+// kKeysMax keys stays near a millisecond however many nodes there are.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,6 +22,7 @@
 #include "chunks.h"
 #include "free_ids.h"
 #include "id_map.h"
+#include "tag_table.h"
 #include "types.h"
 
 namespace kv {
@@ -55,13 +60,16 @@ struct Walk {
   std::uint64_t digest(std::size_t length) const;
 };
 
+using HolderOf = std::function<void(NodeId)>;
+
 // A tier that holds bytes of nodes and wants to know when a pin begins or ends to matter.
 class Place {
  public:
   virtual void pinned(NodeId node) = 0;    // pins went 0 -> 1
   virtual void unpinned(NodeId node) = 0;  // pins went 1 -> 0, the node still exists
-  // Adds this place's share of Node::holders to counts, one per node id.
-  virtual void count_holders(std::span<std::uint32_t> counts) const = 0;
+  // What holds bytes here (slots, blocks), as a sequence: names the node of each of [start, start + most) that
+  // holds, receives or still hands on a node's bytes. Returns where the next call goes on, or kNone at the end.
+  virtual std::uint32_t holders(std::uint32_t start, std::uint32_t most, const HolderOf& each) const = 0;
 
  protected:
   ~Place() = default;
@@ -100,7 +108,10 @@ class Index {
   std::vector<NodeId> pinned_below(NodeId id) const;
 
   std::size_t memory_bytes() const noexcept;
-  void check() const;  // throws Broken, naming the first law that does not hold
+  void check() const;  // throws Broken, naming the first law that does not hold (see check.h)
+  // Changes with every node that comes or goes, every pin, and whatever a place tells by changed().
+  std::uint64_t version() const noexcept { return version_; }
+  void changed() noexcept { ++version_; }
 
   // ---- for pools -------------------------------------------------------------------------------------
   Node& node(NodeId id) noexcept { return nodes_[id]; }
@@ -119,31 +130,24 @@ class Index {
   // Removes id if it is removable, then its parent, and so on.
   void reap(NodeId id);
 
-  void join(Place* place) { places_.push_back(place); }
+  void join(Place* place);
   void leave(Place* place);
   // The host_* fields of a node can serve one pool: an index belongs to one trust group and its arena.
   void claim_host();
   void release_host() noexcept { host_claimed_ = false; }
 
  private:
-  struct Entry {
-    std::uint32_t tag = 0;
-    NodeId id = kNone;
-  };
+  friend class Checker;
+  friend struct IndexProbe;  // tests count the table's work
 
   std::uint32_t tag(const Key& key) const noexcept;
-  std::size_t home(std::uint32_t tag) const noexcept { return (std::uint64_t{tag} * table_.size()) >> 32; }
-  std::size_t after(std::size_t i) const noexcept { return i + 1 == table_.size() ? 0 : i + 1; }
   NodeId find(const Key& key, std::uint32_t tag) const noexcept;
   std::vector<NodeId> find_all(std::span<const Key> keys) const;
   void reserve(std::size_t n);
-  void reserve_table(std::size_t entries);
-  void insert(std::uint32_t tag, NodeId id) noexcept;
   void erase(const Key& key, NodeId id);
   NodeId take_id() noexcept;
   NodeId climb(NodeId deepest, Walk& walk) const;
   bool below(NodeId id, NodeId ancestor) const noexcept;
-  void check_nodes(std::span<const std::uint32_t> holders) const;
 
   std::size_t nodes_max_;
   std::size_t live_ = 0;   // roots included
@@ -154,7 +158,8 @@ class Index {
   std::size_t ids_ = 0;    // [0, ids_) are live or free
   FreeIds free_;
   NodeId cursor_ = 0;      // where the last node was made: the next one goes beside it
-  std::vector<Entry> table_;
+  TagTable table_;
+  std::uint64_t version_ = 0;
   std::uint64_t seed_[4];  // keys come from callers: without a secret they could be made to collide
   IdMap pinned_;           // nodes with pins > 0
   std::vector<Place*> places_;

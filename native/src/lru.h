@@ -5,12 +5,12 @@
 // an entry of an id that is no candidate any more is thrown away (offer() brings it back). Stamps only
 // grow, so an entry never stands behind its true place. An id has at most one live entry, noted beside its
 // stamp; an entry left behind in another queue is stale, counted, and swept out before stale entries are
-// half of a heap: a heap holds at most 2 * ids + 64 entries whatever is touched.
+// half of a heap: a heap holds at most 2 * ids + 64 entries whatever is touched. (The sweep is one pass, but no
+// request can cause it: a queue is a size class, and a node's class follows from its root.)
 //
 // When not to use it: scans longer than the pool evict everything else (S3-FIFO or LRU-2 resist them).
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -43,7 +43,7 @@ class Lru {
     Queue& q = queues_[queue];
     if (q.heap.size() > 64 && q.stale * 2 > q.heap.size()) sweep(q, mark);
     word = (word & ~kQueueMask) | mark;
-    push(q, word >> kQueueBits, id);
+    q.heap.push(entry_of(word >> kQueueBits, id));
   }
 
   // The least recently used candidate of the queue; it stays. Amortised O(log n).
@@ -56,13 +56,12 @@ class Lru {
       std::uint64_t& word = word_of(top.id);
       if ((word & kQueueMask) != queue + 1) {
         --q.stale;
-        pop(q);
+        q.heap.pop();
       } else if (!candidate(top.id)) {
         word &= ~kQueueMask;
-        pop(q);
+        q.heap.pop();
       } else if (word >> kQueueBits != top.stamp()) {
-        pop(q);
-        push(q, word >> kQueueBits, top.id);
+        q.heap.replace_front(entry_of(word >> kQueueBits, top.id));
       } else {
         return {top.id, top.stamp()};
       }
@@ -77,7 +76,7 @@ class Lru {
     if (mark == 0 || queues_[mark - 1].heap.empty() || queues_[mark - 1].heap.front().id != id)
       throw Broken("lru: id " + std::to_string(id) + " is not the oldest of its queue");
     word &= ~kQueueMask;
-    pop(queues_[mark - 1]);
+    queues_[mark - 1].heap.pop();
   }
 
   // The queue that holds id's live entry, or kQueuesMax.
@@ -90,7 +89,7 @@ class Lru {
 
   std::size_t memory_bytes() const {
     std::size_t bytes = words_.memory_bytes();
-    for (const Queue& q : queues_) bytes += q.heap.capacity() * sizeof(Entry);
+    for (const Queue& q : queues_) bytes += q.heap.memory_bytes();
     return bytes;
   }
 
@@ -110,8 +109,58 @@ class Lru {
       return a.stamp() != b.stamp() ? a.stamp() > b.stamp() : a.id > b.id;
     }
   };
+  // A binary heap in chunks: it grows without copying, whatever it holds.
+  class Heap {
+   public:
+    bool empty() const { return size_ == 0; }
+    std::size_t size() const { return size_; }
+    std::size_t memory_bytes() const { return entries_.memory_bytes(); }
+    const Entry& front() const { return entries_[0]; }
+
+    void push(const Entry& entry) {
+      if (size_ == entries_.size()) entries_.grow(size_ + 1);
+      std::size_t i = size_++;
+      for (; i > 0 && entries_[(i - 1) / 2] < entry; i = (i - 1) / 2) entries_[i] = entries_[(i - 1) / 2];
+      entries_[i] = entry;
+    }
+
+    void pop() {
+      const Entry last = entries_[--size_];
+      if (size_ > 0) sink(0, last);
+    }
+    void replace_front(const Entry& entry) { sink(0, entry); }
+
+    // Keeps the entries that satisfy `keep`. O(n).
+    template <class Keep>
+    void filter(Keep&& keep) {
+      std::size_t kept = 0;
+      for (std::size_t i = 0; i < size_; ++i)
+        if (keep(entries_[i])) entries_[kept++] = entries_[i];
+      size_ = kept;
+      for (std::size_t i = size_ / 2; i-- > 0;) sink(i, entries_[i]);
+    }
+
+    template <class F>
+    void each(F&& f) const {
+      for (std::size_t i = 0; i < size_; ++i) f(entries_[i]);
+    }
+
+   private:
+    void sink(std::size_t i, const Entry entry) {
+      for (std::size_t child = 2 * i + 1; child < size_; child = 2 * i + 1) {
+        if (child + 1 < size_ && entries_[child] < entries_[child + 1]) ++child;
+        if (!(entry < entries_[child])) break;
+        entries_[i] = entries_[child];
+        i = child;
+      }
+      entries_[i] = entry;
+    }
+
+    ChunkedArray<Entry, 4096> entries_;
+    std::size_t size_ = 0;
+  };
   struct Queue {
-    std::vector<Entry> heap;
+    Heap heap;
     std::size_t stale = 0;
   };
 
@@ -120,29 +169,21 @@ class Lru {
     return words_[id];
   }
 
-  static void push(Queue& q, std::uint64_t stamp, std::uint32_t id) {
-    q.heap.push_back({static_cast<std::uint32_t>(stamp), static_cast<std::uint32_t>(stamp >> 32), id});
-    std::push_heap(q.heap.begin(), q.heap.end());
+  static Entry entry_of(std::uint64_t stamp, std::uint32_t id) {
+    return {static_cast<std::uint32_t>(stamp), static_cast<std::uint32_t>(stamp >> 32), id};
   }
 
-  static void pop(Queue& q) {
-    std::pop_heap(q.heap.begin(), q.heap.end());
-    q.heap.pop_back();
-  }
-
-  // Keeps one entry per id whose word names this queue. Marks are cleared on the way to spot duplicates.
+  // Keeps one entry per id whose word names this queue. Marks are cleared on the way to spot duplicates, and
+  // the entries that were kept set them again.
   void sweep(Queue& q, std::uint64_t mark) {
-    auto kept = q.heap.begin();
-    for (const Entry& e : q.heap) {
+    q.heap.filter([&](const Entry& e) {
       std::uint64_t& word = words_[e.id];
-      if ((word & kQueueMask) != mark) continue;
+      if ((word & kQueueMask) != mark) return false;
       word &= ~kQueueMask;
-      *kept++ = e;
-    }
-    q.heap.erase(kept, q.heap.end());
-    for (const Entry& e : q.heap) words_[e.id] |= mark;
+      return true;
+    });
+    q.heap.each([&](const Entry& e) { words_[e.id] |= mark; });
     q.stale = 0;
-    std::make_heap(q.heap.begin(), q.heap.end());
   }
 
   ChunkedArray<std::uint64_t> words_;

@@ -60,6 +60,7 @@ void HostPool::move(SlotId slot, SlotState from, SlotState to) {
   if (from == SlotState::kFree) control.generation.fetch_add(1, std::memory_order_acq_rel);
   control.state.store(static_cast<std::uint32_t>(to), std::memory_order_release);
   r.state = to;
+  index_.changed();
   --by_state_[static_cast<std::size_t>(from)];
   ++by_state_[static_cast<std::size_t>(to)];
   const std::size_t bytes = slabs_.slot_bytes(slabs_.class_of(slabs_.locate(slot).slab));
@@ -287,6 +288,22 @@ std::vector<NodeId> HostPool::ready_nodes() const {
     for (const Record& record : slab)
       if (record.state == SlotState::kReady) nodes.push_back(record.node);
   return nodes;
+}
+
+// Positions are pages: those of a slab's slots, then those of the next slab.
+std::uint32_t HostPool::holders(std::uint32_t start, std::uint32_t most, const HolderOf& each) const {
+  const std::size_t slab_pages = slabs_.slab_bytes() / kPageBytes;
+  for (std::size_t slab = start / slab_pages; slab < slabs_.slabs(); ++slab) {
+    const std::size_t size_class = slabs_.class_of(static_cast<std::uint32_t>(slab));
+    const std::size_t slots = size_class == kClassesMax ? 0 : records_[slab].size();
+    const std::size_t pages = size_class == kClassesMax ? 1 : slabs_.slot_bytes(size_class) / kPageBytes;
+    for (std::size_t i = start % slab_pages / pages; i < slots; ++i, --most) {
+      if (most == 0) return static_cast<std::uint32_t>(slab * slab_pages + i * pages);
+      if (records_[slab][i].state != SlotState::kFree) each(records_[slab][i].node);
+    }
+    start = 0;
+  }
+  return kNone;
 }
 
 std::vector<Key> HostPool::take_removed() {

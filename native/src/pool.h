@@ -108,9 +108,10 @@ class HostPool final : public Place {
 
   void pinned(NodeId node) override;
   void unpinned(NodeId node) override;
-  void count_holders(std::span<std::uint32_t> counts) const override;
+  std::uint32_t holders(std::uint32_t start, std::uint32_t most, const HolderOf& each) const override;
 
  private:
+  friend class Checker;
   friend struct HostPoolProbe;  // tests reach move()
 
   struct Record {
@@ -145,8 +146,6 @@ class HostPool final : public Place {
   std::size_t oldest_class();
   void evict_victim(NodeId node);
   void removed(NodeId node);
-  void check_slot(SlotId slot, const Record& record) const;
-  void check_refs(std::vector<std::uint32_t> refs) const;
 
   Index& index_;
   std::shared_ptr<Arena> arena_;

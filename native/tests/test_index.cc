@@ -27,8 +27,10 @@ struct Holder final : Place {
   }
   void pinned(NodeId id) override { ++pin_calls, last = id; }
   void unpinned(NodeId id) override { ++unpin_calls, last = id; }
-  void count_holders(std::span<std::uint32_t> counts) const override {
-    for (auto [id, n] : held) counts[id] += n;
+  std::uint32_t holders(std::uint32_t, std::uint32_t, const HolderOf& each) const override {
+    for (auto [id, n] : held)
+      for (std::uint32_t i = 0; i < n; ++i) each(id);
+    return kNone;
   }
   // The whole chain, each node held once where it is new.
   std::vector<NodeId> chain(NodeId parent, const std::vector<Key>& keys) {

@@ -32,7 +32,8 @@ class StatusReport(Message, tag="status_report", frozen=True):
 
 
 class Check(Message, tag="check", frozen=True):
-    """Check every conservation law now. Reply: StatusReport, {"ok": true} or {"ok": false, "broken": …}."""
+    """Check every conservation law, from now on. Reply, when that is done: StatusReport, {"ok": true}, with
+    "partial" if the store changed all the while and counts were left out, or {"ok": false, "broken": …}."""
 
 
 class Done(Message, tag="done", frozen=True):
