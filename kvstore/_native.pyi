@@ -330,6 +330,8 @@ class DevicePool:
     def memory_bytes(self) -> int: ...
     def close(self) -> None:
         """The engine is gone: every block leaves the index. Later changes raise ValueError."""
+    def close_some(self, most: int) -> bool:
+        """The same for about `most` blocks; True when none is left. Nothing is found here any more."""
     def check(self) -> None: ...
 
 class Checker:

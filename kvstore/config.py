@@ -70,7 +70,7 @@ class DaemonConfig(_Table, frozen=True):
     attach_timeout_s: float = 10.0
     stall_s: float = 5.0
     sessions_max: int = 2048
-    leases_max: int = 65536
+    leases_max: int = 8192
     self_check_s: float = 60.0
     log_level: str = "info"
 

@@ -7,11 +7,14 @@ writer_gone   its process ended, or said `quiesced`: its part of every filling i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvstore.errors import BadRequest
+from kvstore.events import EventKind
 from kvstore.group import Caller, Engine, Group
-from kvstore.leases import LeaseState
+from kvstore.keys import KEY_BYTES
 from kvstore.tiers.gpu import BorrowedPool, OwnedPool
 from kvstore.tiers.noop import NoTier
 from kvstore.types import Tier
@@ -42,23 +45,21 @@ def set_pool(caller: Caller, pool: OwnedPool | BorrowedPool) -> None:
 def detach(caller: Caller) -> None:
     """A connection closed."""
     group, engine = caller.group, caller.engine
-    for lease in group.leases.of(caller.session):
-        group.end_lease(lease, LeaseState.REVOKED)
     engine.sessions.discard(caller.session)
     if engine.pool_session == caller.session:
         _close_pool(group, engine)
+    group.later(group.end_leases(caller))
     del group.callers[caller.session]
-    group.leave_fillings(engine, 0)  # those that wait for nobody: orders to a session that cannot copy
-    if not group.fillings.count(engine.id):
-        engine.writers.clear()  # no slot depends on anyone
-    _forget(group, engine)
+    # Fillings that wait for nobody: orders to a session that cannot copy.
+    group.later(_leave(group, engine, 0))
 
 
 def _close_pool(group: Group, engine: Engine) -> None:
     """The pool dies, and with it every block number that other sessions of the engine still hold."""
-    engine.device.close()
-    group.record_changes(engine)
+    pool = engine.device
+    group.events.append(EventKind.CLEARED, Tier.GPU, np.empty((0, KEY_BYTES), np.uint8), engine=engine.id)
     engine.device, engine.pool_session = NoTier(Tier.GPU), 0
+    group.later(pool.closing())
     nothing = np.empty(0, np.uint32)
     for session in engine.sessions:
         for lease in group.leases.of(session):
@@ -68,13 +69,22 @@ def _close_pool(group: Group, engine: Engine) -> None:
 
 
 def writer_gone(group: Group, engine: Engine, session: int) -> int:
-    """A process cannot write any more; how many fillings were freed because they waited for it alone."""
+    """A process cannot write any more; how many fillings were freed at once because they waited for it alone.
+
+    A process with very many of them gives up the rest in slices.
+    """
     engine.writers.discard(session)
-    freed = group.leave_fillings(engine, session)
-    if freed:
-        group.record_changes(engine)
+    before = len(group.fillings)
+    group.later(_leave(group, engine, session))
+    return before - len(group.fillings)
+
+
+def _leave(group: Group, engine: Engine, session: int) -> Iterator[None]:
+    yield from group.leave_fillings(engine, session)
+    group.record_changes(engine)
+    if not group.fillings.count(engine.id):
+        engine.writers.clear()  # no slot depends on anyone
     _forget(group, engine)
-    return freed
 
 
 def _forget(group: Group, engine: Engine) -> None:

@@ -5,6 +5,7 @@ A trust group is one arena and one fault domain. Everything here is owned by the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvstore.tiers.noop import NoTier
 from kvstore.transfers import Filling, Fillings, Handed, mark
 from kvstore.types import BlockLayout, Namespace, Part, Reuse, Tier
 
-__all__ = ["Caller", "Checked", "Counters", "Engine", "Group", "Root"]
+__all__ = ["Caller", "Checked", "Counters", "Engine", "Group", "Root", "finish"]
 
 log = structlog.get_logger()
 
@@ -36,6 +37,10 @@ ALARM_SAVED_BLOCKS = 1000
 ALARM_LOOKUPS = 100
 # Reserve calls of one engine that wait for their publish; each holds at least one slot.
 FILLINGS_MAX = 4096
+# Leases ended in one slice, about 2 µs each.
+LEASES_SLICE = 512
+# Fillings that a process which is gone leaves in one slice, about 15 µs each.
+FILLINGS_SLICE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,8 @@ class Group:
         self.alarm = ""
         """What an operator should look at, "" when nothing."""
         self.checked: Checked | None = None
+        self.later: Callable[[Iterator[None]], None] = finish
+        """Takes work that may be done in slices; the daemon spreads them over its event loop."""
 
     def add_root(self, key: bytes, tenant: str, reuse: Reuse) -> Root:
         """The root for `key`, made on first use.
@@ -240,15 +247,15 @@ class Group:
         self.end_filling(filling)
         return ready
 
-    def leave_fillings(self, engine: Engine, session: int) -> int:
-        """A process of the engine writes no more; how many fillings that freed."""
-        freed = 0
-        for filling in self.fillings.of_engine(engine.id):
-            filling.leave(session)
-            if filling.over:  # given up: what every rank had written was published at once
-                self.finish_filling(filling)
-                freed += 1
-        return freed
+    def leave_fillings(self, engine: Engine, session: int) -> Iterator[None]:
+        """A process writes no more: its part of every filling is given up, FILLINGS_SLICE at a time."""
+        for number, filling in enumerate(self.fillings.of_engine(engine.id), 1):
+            if self.fillings.is_open(filling):  # others may have ended it between two slices
+                filling.leave(session)
+                if filling.over:  # given up: what every rank had written was published at once
+                    self.finish_filling(filling)
+            if number % FILLINGS_SLICE == 0:
+                yield
 
     def end_lease(self, lease: Lease, state: LeaseState = LeaseState.RELEASED) -> None:
         """Unpin a lease's node and its block table."""
@@ -259,6 +266,19 @@ class Group:
         if state is LeaseState.RELEASED:
             self._count_hits(lease)
         self.leases.end(lease, state)
+
+    def end_leases(self, caller: Caller) -> Iterator[None]:
+        """End the leases of a session that is closing, LEASES_SLICE at a time."""
+        pool = caller.engine.device
+        number = 0
+        while (lease := self.leases.newest(caller.session)) is not None:
+            table, lease.table = lease.table, np.empty(0, np.uint32)
+            if len(table) and isinstance(pool, OwnedPool) and caller.engine.device is pool:
+                pool.unpin(table)
+            self.leases.end(lease, LeaseState.REVOKED)
+            number += 1
+            if number % LEASES_SLICE == 0:
+                yield
 
     def watch_hits(self) -> None:
         """Raise the alarm when blocks are saved and asked for and not one is ever found.
@@ -283,16 +303,24 @@ class Group:
         self.counters.hit_blocks += max(lease.device, lease.host)
 
     def revoke_stale(self) -> int:
-        """Take the pins of sessions that have been silent too long; called under memory pressure only."""
+        """Take the pins of sessions that have been silent too long, LEASES_SLICE of them at most.
+
+        Called under memory pressure only, and again when that was not enough.
+        """
         now, limit = self.clock.now(), self.config.daemon.stale_after_s
         revoked = 0
         for caller in self.callers.values():
             if now - caller.heard_s <= limit:
                 continue
             for lease in self.leases.of(caller.session):
-                if not len(lease.table):  # a block table is the engine's own memory, not ours to take
-                    self.end_lease(lease, LeaseState.REVOKED)
-                    revoked += 1
+                if len(lease.table):  # the engine's own memory, not ours to take
+                    continue
+                self.end_lease(lease, LeaseState.REVOKED)
+                revoked += 1
+                if revoked == LEASES_SLICE:
+                    break
+            if revoked == LEASES_SLICE:
+                break
         self.counters.revoked_leases += revoked
         return revoked
 
@@ -325,3 +353,9 @@ class Group:
         filling = self.host.counts()["filling"]
         if filling != self.fillings.slots():
             raise RuntimeError(f"{filling} slots are FILLING, {self.fillings.slots()} belong to fillings")
+
+
+def finish(steps: Iterator[None]) -> None:
+    """Do all of it now."""
+    for _ in steps:
+        pass

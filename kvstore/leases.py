@@ -169,6 +169,11 @@ class Leases:
         if not mine:
             del self._by_session[lease.session]
 
+    def newest(self, session: int) -> Lease | None:
+        """The session's last lease; None when it has none. O(1), however many there are."""
+        mine = self._by_session.get(session)
+        return next(reversed(mine.values())) if mine else None
+
     def of(self, session: int) -> list[Lease]:
         """The leases of one session."""
         return list(self._by_session.get(session, {}).values())

@@ -169,6 +169,10 @@ class Fillings:
             )
         return filling
 
+    def is_open(self, filling: Filling) -> bool:
+        """Whether it has not ended."""
+        return self._by_token.get(filling.token) is filling
+
     def end(self, filling: Filling) -> None:
         """Forget it (its slots were published or aborted)."""
         del self._by_token[filling.token]

@@ -21,6 +21,7 @@ from kvstore.checks import Checks
 from kvstore.errors import ConfigError
 from kvstore.group import Caller
 from kvstore.rpc.connection import Connection
+from kvstore.rpc.later import Later
 from kvstore.rpc.session import Session
 from kvstore.store import Store
 
@@ -147,6 +148,7 @@ class SessionServer:
         self._loop = loop
         self._config = store.config.daemon
         self._checks = Checks(store, loop)
+        self._later = Later(loop)
         self._path = Path(self._config.socket)
         self._listener: socket.socket | None = None
         self._sessions: dict[int, Session] = {}
@@ -173,6 +175,8 @@ class SessionServer:
         self._inode = self._path.stat().st_ino
         listener.listen(_BACKLOG)
         self._listener = listener
+        for group in self._store.groups.values():
+            group.later = self._later.begin
         self._checks.open()
         self._loop.add_reader(listener.fileno(), self._accept)
 
@@ -244,6 +248,7 @@ class SessionServer:
                 session.connection.close("daemon stops")
         for peer in list(self._peers):
             peer.close()
+        self._later.close()
 
 
 def free_path(path: Path) -> None:

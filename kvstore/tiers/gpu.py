@@ -7,7 +7,7 @@ engine's device memory either way: nothing here touches them, so this file needs
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from kvstore.types import Tier
 
 __all__ = ["BorrowedPool", "OwnedPool"]
 
+# Blocks that one slice of closing() takes out of the index, below 1 µs each.
+CLOSE_SLICE = 4096
 BLOCKS_MAX = 1 << 22  # 12 bytes each here; 67 M tokens at 16 a block
 
 
@@ -121,12 +123,23 @@ class OwnedPool:
         """(n, 32) keys that became readable here since the last call."""
         return self._pool.take_stored()
 
+    def keys_in_parts(self) -> Iterator[NDArray[np.uint8]]:
+        """keys() a part at a time; between two of them keys may come and go."""
+        for nodes in _parts(self._pool.indexed_nodes()):
+            yield self._index.keys(nodes[self._pool.blocks_of(nodes) != NONE])
+
     def counts(self) -> dict[str, int]:
         return self._pool.counts()
 
     def close(self) -> None:
         """The engine is gone."""
         self._pool.close()
+
+    def closing(self) -> Iterator[None]:
+        """close() in slices: nothing is found here from the first on. What leaves is not told key by key."""
+        while not self._pool.close_some(CLOSE_SLICE):
+            self._pool.take_removed()
+            yield
 
     def check(self) -> None:
         self._pool.check()
@@ -186,6 +199,12 @@ class BorrowedPool:
         """(n, 32) keys that the engine said it holds."""
         return _rows(self._keys)
 
+    def keys_in_parts(self) -> Iterator[NDArray[np.uint8]]:
+        """keys() a part at a time; between two of them keys may come and go."""
+        keys = self.keys()
+        for start in range(0, len(keys), KEYS_MAX):
+            yield keys[start : start + KEYS_MAX]
+
     def touch(self, node: int) -> None:
         """The engine keeps its own order."""
 
@@ -205,6 +224,11 @@ class BorrowedPool:
         """The engine is gone."""
         self._removed |= self._keys
         self._keys = set()
+
+    def closing(self) -> Iterator[None]:
+        """Nothing here needs slices: the keys are let go as one set."""
+        self._keys, self._removed, self._stored = set(), set(), set()
+        return iter(())
 
     def check(self) -> None:
         counted = sum(self._counts.values())

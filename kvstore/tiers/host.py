@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import _native
-from kvstore._native import NONE, Reserved, SlotFormat, Walk
+from kvstore._native import KEYS_MAX, NONE, Reserved, SlotFormat, Walk
 from kvstore.memory import GroupMemory
 from kvstore.types import Tier
 
@@ -56,6 +58,13 @@ class HostTier:
     def keys(self) -> NDArray[np.uint8]:
         """(n, 32) keys of every readable block. Walks the whole pool: for snapshots."""
         return self._index.keys(self._pool.ready_nodes())
+
+    def keys_in_parts(self) -> Iterator[NDArray[np.uint8]]:
+        """keys() a part at a time; between two of them keys may come and go."""
+        nodes = self._pool.ready_nodes()
+        for start in range(0, len(nodes), KEYS_MAX):
+            part = nodes[start : start + KEYS_MAX]
+            yield self._index.keys(part[self.readable(part)])
 
     def runs(self, nodes: NDArray[np.uint32], shape: SlotFormat) -> bytes:
         """Where the blocks of `nodes` lie, as `_native.pack_slots` packs it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +30,9 @@ class NoTier:
     def keys(self) -> NDArray[np.uint8]:
         return np.empty((0, 32), np.uint8)
 
+    def keys_in_parts(self) -> Iterator[NDArray[np.uint8]]:
+        return iter(())
+
     def touch(self, node: int) -> None:
         pass
 
@@ -42,6 +47,9 @@ class NoTier:
 
     def close(self) -> None:
         pass
+
+    def closing(self) -> Iterator[None]:
+        return iter(())
 
     def check(self) -> None:
         pass

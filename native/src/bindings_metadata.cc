@@ -198,6 +198,7 @@ void bind_device_pool(nb::module_& m) {
       .def("counts", &device_counts)
       .def_prop_ro("memory_bytes", &DevicePool::memory_bytes)
       .def("close", &DevicePool::close)
+      .def("close_some", &DevicePool::close_some, "most"_a)
       .def("check", &DevicePool::check);
 }
 

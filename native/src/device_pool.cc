@@ -18,21 +18,24 @@ DevicePool::DevicePool(Index& index, HostPool* host, std::size_t blocks, std::si
 
 DevicePool::~DevicePool() { close(); }
 
-void DevicePool::close() {
-  if (closed_) return;
-  closed_ = true;
-  index_.leave(this);
-  std::vector<NodeId> held;
-  for (Block& b : blocks_) {
-    if (b.node != kNone) held.push_back(b.node);
-    if (b.node != kNone && b.state == State::kUsed) note(removed_, b.node);
-    b = Block{};
+bool DevicePool::close_some(std::size_t most) {
+  if (!closed_) {
+    closed_ = true;
+    by_node_ = IdMap{};
+    children_ = IdMap{};
+    free_.add_range(0, blocks_.size());
+    mapped_ = idle_ = draining_ = 0;
   }
-  by_node_ = IdMap{};
-  children_ = IdMap{};
-  free_.add_range(0, blocks_.size());
-  mapped_ = idle_ = draining_ = 0;
-  for (NodeId node : held) let_go(node);
+  const std::size_t nodes = index_.size(), first = emptied_;
+  for (; emptied_ < blocks_.size() && emptied_ - first + nodes - index_.size() < most; ++emptied_) {
+    const Block block = std::exchange(blocks_[emptied_], Block{});
+    if (block.node == kNone) continue;
+    if (block.state == State::kUsed) note(removed_, block.node);
+    let_go(block.node);
+  }
+  if (emptied_ < blocks_.size()) return false;
+  index_.leave(this);
+  return true;
 }
 
 // ---- arguments -------------------------------------------------------------------------------------------
@@ -158,19 +161,14 @@ DeviceCounts DevicePool::counts() const noexcept {
   return {free_.count(), mapped_, idle_, draining_, events_lost_};
 }
 
-bool DevicePool::holds(const Key& key) const noexcept {
-  const NodeId node = index_.find(key);
-  return node != kNone && by_node_.find(node) != kNone;
-}
+bool DevicePool::holds(NodeId node) const noexcept { return node != kNone && by_node_.find(node) != kNone; }
 
 std::vector<Key> DevicePool::take_removed() {
-  std::erase_if(removed_, [&](const Key& key) { return holds(key); });
-  return std::exchange(removed_, {});
+  return index_.only(std::exchange(removed_, {}), [&](NodeId node) { return !holds(node); });
 }
 
 std::vector<Key> DevicePool::take_stored() {
-  std::erase_if(stored_, [&](const Key& key) { return !holds(key); });
-  return std::exchange(stored_, {});
+  return index_.only(std::exchange(stored_, {}), [&](NodeId node) { return holds(node); });
 }
 
 std::size_t DevicePool::memory_bytes() const noexcept {

@@ -78,8 +78,10 @@ class DevicePool final : public Place {
   std::vector<Key> take_stored();
   DeviceCounts counts() const noexcept;
   std::size_t memory_bytes() const noexcept;
-  // The engine is gone: every block leaves the index. Any later change is Invalid.
-  void close();
+  // The engine is gone: nothing is found here any more, any later change is Invalid, and blocks leave the index,
+  // until `most` blocks and nodes have gone (and the rest of a chain that goes); true when none is left.
+  bool close_some(std::size_t most);
+  void close() { close_some(kBlocksMax); }
   void check() const;
 
   void pinned(NodeId) override {}
@@ -110,7 +112,7 @@ class DevicePool final : public Place {
   bool evict_one(Allocation& out);
   void pin_once(BlockId block) noexcept;
   bool unpin_once(BlockId block) noexcept;
-  bool holds(const Key& key) const noexcept;
+  bool holds(NodeId node) const noexcept;
   void note(std::vector<Key>& events, NodeId node);
 
   Index& index_;
@@ -124,6 +126,7 @@ class DevicePool final : public Place {
   IdMap children_;     // node -> its children with a block in by_node_
   std::size_t mapped_ = 0, idle_ = 0, draining_ = 0;
   bool closed_ = false;
+  std::size_t emptied_ = 0;  // of a closed pool: blocks before it have left the index
   std::vector<Key> removed_, stored_;
   std::size_t events_lost_ = 0;
 };

@@ -122,6 +122,16 @@ class Index {
   // The nodes of the leading known keys of a chain that continues `parent`; all further keys are unknown.
   // Invalid (and nothing changed) if a key repeats or is known elsewhere in the tree.
   std::vector<NodeId> resolve(NodeId parent, std::span<const Key> keys) const;
+  // Those of the keys whose node (kNone: unknown) satisfies `keep`.
+  template <class Keep>
+  std::vector<Key> only(std::vector<Key> keys, Keep&& keep) const {
+    const std::vector<NodeId> ids = find_all(keys);
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < keys.size(); ++i)
+      if (keep(ids[i])) keys[kept++] = keys[i];
+    keys.resize(kept);
+    return keys;
+  }
   // Makes the next n calls of make() unable to throw.
   void prepare(std::size_t n);
   bool full() const noexcept { return size() >= nodes_max_; }

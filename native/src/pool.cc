@@ -307,11 +307,8 @@ std::uint32_t HostPool::holders(std::uint32_t start, std::uint32_t most, const H
 }
 
 std::vector<Key> HostPool::take_removed() {
-  std::erase_if(removed_, [&](const Key& key) {
-    const NodeId node = index_.find(key);
-    return node != kNone && index_.node(node).host_slot != kNone;
-  });
-  return std::exchange(removed_, {});
+  return index_.only(std::exchange(removed_, {}),
+                     [&](NodeId node) { return node == kNone || index_.node(node).host_slot == kNone; });
 }
 
 HostDropped HostPool::take_dropped() { return std::exchange(dropped_, {}); }
