@@ -2,10 +2,10 @@
 
 python -m bench.memory [--json] [--save]
 
-1. A real daemon with an arena of 1 GiB; a real client saves 100,000 blocks of 8 KiB. Anonymous memory and page
-   tables of the daemon (RssAnon + VmPTE: everything but the arena itself) must stay below 200 MiB.
-2. A process of its own saves 100,000 blocks, then 1,000,000, through the native index and host pool. The slope of
-   its anonymous memory, less what the pool keeps per slot, is what a node costs: at most 96 bytes.
+1. A real daemon with an arena of 1 GiB; a real client saves 100,000 blocks of 8 KiB. Anonymous memory and
+   page tables of the daemon (RssAnon + VmPTE: everything but the arena itself) must stay below 200 MiB.
+2. A process of its own saves 100,000 blocks, then 1,000,000, through the native index and host pool. The
+   slope of its anonymous memory, less what the pool keeps per slot, is what a node costs: at most 96 bytes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from bench.machine import RESULTS, where
 from kvstore import _native
 from kvstore.client import Client, Limits
+from kvstore.daemon import configure_logs
 from kvstore.keys import KeyChain
 from kvstore.testing.driver import namespace_of
 from kvstore.types import BlockLayout, Namespace, Part, Reuse
@@ -64,7 +65,7 @@ class PagedRows:
 
     def read_cell(self, block: int, layer: int, head: int) -> bytes:
         """The one cell of a block."""
-        return self._rows[block].tobytes()
+        return bytes(self._rows[block])
 
     def write_cell(self, block: int, layer: int, head: int, data: bytes) -> None:
         """Set it."""
@@ -92,10 +93,9 @@ def daemon_mib(blocks: int = BLOCKS) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         path = Path(folder) / "kv.sock"
         command = [sys.executable, "-m", "kvstore", "serve", "--set", f"daemon.socket={path}"]
+        command += ["--set", "host.capacity_bytes=1GiB"]
         with (Path(folder) / "log").open("wb") as sink:
-            daemon = subprocess.Popen(
-                [*command, "--set", "host.capacity_bytes=1GiB"], stderr=sink, stdout=sink
-            )
+            daemon = subprocess.Popen(command, stdout=sink, stderr=sink)
         try:
             ready = _save(path, blocks)
             kib = memory_kib(daemon.pid)
@@ -146,8 +146,9 @@ def grow(first: int, last: int) -> dict[str, float]:
     """Save chains of BATCH blocks of one page until `first`, then until `last` nodes are known."""
     random = np.random.default_rng(1)
     index = _native.Index(2 * last)
-    arena = _native.Arena.create("memory", last * _native.PAGE_BYTES)
-    pool = _native.HostPool(index, arena, 32 << 20)
+    slab_bytes = 32 << 20
+    arena = _native.Arena.create("memory", last * _native.PAGE_BYTES + slab_bytes)
+    pool = _native.HostPool(index, arena, slab_bytes)
     shape = _native.SlotFormat(1, 1, 64)
     root = index.root(bytes(32))
     used = []
@@ -172,6 +173,7 @@ def main() -> int:
     if options.grow:
         print(json.dumps(grow(*options.grow)))
         return 0
+    configure_logs("error")
     result: dict[str, Any] = {**daemon_mib(), **node_bytes()}
     result = {name: round(value, 2) for name, value in result.items()}
     if not options.json:

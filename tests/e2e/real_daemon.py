@@ -169,7 +169,7 @@ class RealDaemon:
     def assert_sound(self) -> None:
         """Alive, and every conservation law holds."""
         assert self.alive, f"the daemon ended:\n{self.said()}"
-        assert self.check() == {"ok": True}
+        assert self.check()["ok"] is True, self.said()
 
     def assert_quiet(self, name: str = "default") -> None:
         """Sound, and nothing of any engine is left: no pin, lease, filling, session."""
