@@ -156,7 +156,7 @@ class Audit:
         proof = Proof.begin(self.driver.store, session.caller)
         view = session.caller.group.arena.view(proof.slot, session.caller.shape.length)
         write_pattern(view, session.caller.shape, proof.seed)
-        self.timed("layout proof, 512 cells", proof.check_store)
+        self.each("layout proof, 512 cells: a slice", proof.check_store())
         self.timed("layout proof, its end", proof.end)
         root = session.roots["default"]["own"]
         chain = KeyChain(root, self.keys(64))

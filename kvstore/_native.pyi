@@ -249,8 +249,10 @@ class HostPool:
     def missing(self, node: int) -> U32:
         """The blocks above and including node that have no READY bytes here, up to the nearest that has, in
         chain order."""
-    def ready_nodes(self) -> U32:
-        """Every node with READY bytes."""
+    @property
+    def slabs(self) -> int: ...
+    def ready_nodes(self, start: int = 0, most: int = ...) -> U32:
+        """Every node with READY bytes in the slabs [start, start + most)."""
     def touch(self, node: int) -> None:
         """The chain that ends in node was used now. O(1)."""
     def reserve(self, parent: int, keys: U8, format: SlotFormat, now_s: float, stall_s: float) -> Reserved:
@@ -318,8 +320,8 @@ class DevicePool:
         ValueError: a block named twice, not pinned or holding a key; keys as for HostPool.reserve."""
     def drop(self, node: int) -> bool:
         """Rot: the node's block is no longer matched; FREE now, or at its last unpin. False if absent."""
-    def indexed_nodes(self) -> U32:
-        """Every node with a block here."""
+    def indexed_nodes(self, start: int = 0, most: int = ...) -> U32:
+        """Every node with one of the blocks [start, start + most) here."""
     def take_removed(self) -> U8:
         """(n, 32) keys that left since the last call and are not here now."""
     def take_stored(self) -> U8:

@@ -9,6 +9,7 @@ before the first token depends on it.
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,9 @@ from kvstore.store import Store
 from kvstore.types import BlockLayout, Namespace, Part
 
 __all__ = ["Proof", "caller_of", "check_hello"]
+
+# Of a layout proof in one slice: 4 KiB each, two patterns.
+CELLS_SLICE = 64
 
 ENGINE_ID_BYTES = 16
 
@@ -110,6 +114,7 @@ class Proof:
     token: int
     stored: bool = False
     published: bool = False
+    ended: bool = False
 
     @staticmethod
     def begin(store: Store, caller: Caller) -> Proof:
@@ -130,11 +135,13 @@ class Proof:
         node, slot, generation = int(got.nodes[0]), int(got.slots[0]), int(filling.generations[0])
         return Proof(group, caller, key, node, slot, generation, os.urandom(16), filling.token)
 
-    def check_store(self) -> bytes:
+    def check_store(self) -> Generator[None, None, bytes]:
         """The client stored pattern(seed): compare the canonical slot, put another pattern there.
 
+        Pauses after every CELLS_SLICE cells (a millisecond or two); gives up when the proof was ended.
+
         Returns:
-            The seed of the new pattern.
+            The seed of the new pattern, b"" if the proof was ended meanwhile.
 
         Raises:
             LayoutRefused: a cell is not where the layout says, or not what was written.
@@ -145,6 +152,10 @@ class Proof:
         table = view[shape.table_offset :].view(np.uint32)
         seed = os.urandom(16)
         for number in range(shape.layers * shape.heads):
+            if number and number % CELLS_SLICE == 0:
+                yield
+                if self.ended:
+                    return b""
             layer, head = divmod(number, shape.heads)
             cell = view[number * shape.cell_stride :][: shape.cell_bytes]
             expected = pattern(self.seed, layer, head, shape.cell_bytes)
@@ -165,6 +176,7 @@ class Proof:
 
     def end(self) -> None:
         """Give the slot back, unless the client may still be writing to it: then its process decides."""
+        self.ended = True
         if self.published:
             self.group.host.forget(self.node)
         elif self.stored:  # it said that its store is done, and failed: a retry must not cost another slot

@@ -1,14 +1,14 @@
 """The session protocol, daemon side: one object per connection, one method per message.
 
-A method runs to its end inside one wake-up of the event loop; none waits. Only Check is answered later: it is
-done in slices (kvstore/checks.py). A KVStoreError becomes a `Failed` reply and the connection lives on; bytes
-that are not the protocol end it.
+A method runs to its end inside one wake-up of the event loop; none waits. Only Check and ProvedStore are
+answered later: they are done in slices. A KVStoreError becomes a `Failed` reply and the connection lives on;
+bytes that are not the protocol end it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -107,6 +107,9 @@ class Session:
             raise Refused(
                 "attach: must come first" if not self.tool else "role: a tool may only ask for status"
             )
+        if kind is m.ProvedStore:
+            self._proved_store(self.caller, frame.id)
+            return None
         if kind in _PROVING:
             return _PROVING[kind](self, self.caller, body)
         if not self.proven:
@@ -171,10 +174,20 @@ class Session:
         proof = self._proof = Proof.begin(self.store, caller)
         return m.ProveSlot(proof.slot, proof.generation, proof.key, proof.seed)
 
-    def _proved_store(self, caller: Caller, _: m.ProvedStore) -> m.ProveLoad:
-        if self._proof is None or self._proof.published:
+    def _proved_store(self, caller: Caller, request: int) -> None:
+        if self._proof is None or self._proof.stored:
             raise BadRequest("proved_store: no proof waits for a store")
-        return m.ProveLoad(self._proof.check_store())
+        caller.group.later(self._compare(self._proof, request))
+
+    def _compare(self, proof: Proof, request: int) -> Iterator[None]:
+        """The middle of a layout proof, in slices; the reply comes at its end."""
+        try:
+            seed = yield from proof.check_store()
+        except LayoutRefused as error:
+            self._refuse(request, error)
+        else:
+            given_up = _failed(BadRequest("proved_store: the proof was given up meanwhile"))
+            self._reply(request, m.ProveLoad(seed) if seed else given_up)
 
     def _proved(self, caller: Caller, body: m.Proved) -> m.Done:
         if self._proof is None or not self._proof.published:
@@ -293,7 +306,6 @@ _FOR_ALL: dict[type, Callable[[Session, Any], m.Reply]] = {
 }
 _PROVING: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {
     m.Prove: Session._prove,
-    m.ProvedStore: Session._proved_store,
     m.Proved: Session._proved,
     m.Quiesced: Session._quiesced,
 }

@@ -125,8 +125,8 @@ class OwnedPool:
 
     def keys_in_parts(self) -> Iterator[NDArray[np.uint8]]:
         """keys() a part at a time; between two of them keys may come and go."""
-        for nodes in _parts(self._pool.indexed_nodes()):
-            yield self._index.keys(nodes[self._pool.blocks_of(nodes) != NONE])
+        for start in range(0, self.blocks, KEYS_MAX):
+            yield self._index.keys(self._pool.indexed_nodes(start, KEYS_MAX))
 
     def counts(self) -> dict[str, int]:
         return self._pool.counts()

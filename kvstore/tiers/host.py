@@ -61,10 +61,11 @@ class HostTier:
 
     def keys_in_parts(self) -> Iterator[NDArray[np.uint8]]:
         """keys() a part at a time; between two of them keys may come and go."""
-        nodes = self._pool.ready_nodes()
-        for start in range(0, len(nodes), KEYS_MAX):
-            part = nodes[start : start + KEYS_MAX]
-            yield self._index.keys(part[self.readable(part)])
+        for slab in range(self._pool.slabs):
+            nodes = self._pool.ready_nodes(slab, 1)
+            for start in range(0, len(nodes), KEYS_MAX):
+                part = nodes[start : start + KEYS_MAX]
+                yield self._index.keys(part[self.readable(part)])
 
     def runs(self, nodes: NDArray[np.uint32], shape: SlotFormat) -> bytes:
         """Where the blocks of `nodes` lie, as `_native.pack_slots` packs it."""

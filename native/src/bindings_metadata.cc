@@ -136,7 +136,13 @@ void bind_host_pool(nb::module_& m) {
           "nodes"_a)
       .def(
           "missing", [](const HostPool& p, NodeId node) { return vector_result(p.missing(node)); }, "node"_a)
-      .def("ready_nodes", [](const HostPool& p) { return vector_result(p.ready_nodes()); })
+      .def(
+          "ready_nodes",
+          [](const HostPool& p, std::size_t start, std::size_t most) {
+            return vector_result(p.ready_nodes(start, most));
+          },
+          "start"_a = 0, "most"_a = kNone)
+      .def_prop_ro("slabs", &HostPool::slabs)
       .def("touch", &HostPool::touch, "node"_a)
       .def("reserve", &host_reserve, "parent"_a, "keys"_a, "format"_a, "now_s"_a, "stall_s"_a)
       .def("publish", &host_publish, "nodes"_a, "slots"_a, "crcs"_a, "length"_a, "checked"_a)
@@ -183,7 +189,12 @@ void bind_device_pool(nb::module_& m) {
           "blocks_of",
           [](const DevicePool& p, const Array& nodes) { return vector_result(p.blocks_of(nodes_arg(nodes))); },
           "nodes"_a)
-      .def("indexed_nodes", [](const DevicePool& p) { return vector_result(p.indexed_nodes()); })
+      .def(
+          "indexed_nodes",
+          [](const DevicePool& p, std::size_t start, std::size_t most) {
+            return vector_result(p.indexed_nodes(start, most));
+          },
+          "start"_a = 0, "most"_a = kBlocksMax)
       .def("pin", [](DevicePool& p, const Array& blocks) { p.pin(blocks_arg(blocks)); }, "blocks"_a)
       .def("unpin", [](DevicePool& p, const Array& blocks) { p.unpin(blocks_arg(blocks)); }, "blocks"_a)
       .def("touch", &DevicePool::touch, "node"_a)

@@ -49,11 +49,11 @@ class DevicePool final : public Place {
 
   std::size_t match(const Walk& walk) const noexcept;
   std::vector<BlockId> blocks_of(std::span<const NodeId> nodes) const;
-  // Every node with a block here: O(blocks), for snapshots.
-  std::vector<NodeId> indexed_nodes() const {
+  // Every node with one of the blocks [start, start + most): O(most), for snapshots.
+  std::vector<NodeId> indexed_nodes(std::size_t start, std::size_t most) const {
     std::vector<NodeId> nodes;
-    for (const Block& block : blocks_)
-      if (block.state == State::kUsed && block.node != kNone) nodes.push_back(block.node);
+    for (std::size_t id = start; id < blocks_.size() && id - start < most; ++id)
+      if (blocks_[id].state == State::kUsed && blocks_[id].node != kNone) nodes.push_back(blocks_[id].node);
     return nodes;
   }
   void touch(NodeId node);

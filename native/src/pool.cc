@@ -282,10 +282,10 @@ std::vector<NodeId> HostPool::missing(NodeId node) const {
   return {chain.rbegin(), chain.rend()};
 }
 
-std::vector<NodeId> HostPool::ready_nodes() const {
+std::vector<NodeId> HostPool::ready_nodes(std::size_t start, std::size_t most) const {
   std::vector<NodeId> nodes;
-  for (const auto& slab : records_)
-    for (const Record& record : slab)
+  for (std::size_t slab = start; slab < records_.size() && slab - start < most; ++slab)
+    for (const Record& record : records_[slab])
       if (record.state == SlotState::kReady) nodes.push_back(record.node);
   return nodes;
 }

@@ -77,8 +77,9 @@ class HostPool final : public Place {
   void touch(NodeId node);
   // The blocks above and including node without READY bytes here, up to the nearest that has, chain order.
   std::vector<NodeId> missing(NodeId node) const;
-  // Every node with READY bytes: O(slots), for snapshots.
-  std::vector<NodeId> ready_nodes() const;
+  // Every node with READY bytes in the slabs [start, start + most): O(their slots), for snapshots.
+  std::vector<NodeId> ready_nodes(std::size_t start = 0, std::size_t most = kNone) const;
+  std::size_t slabs() const noexcept { return records_.size(); }
 
   // Strong guarantee: Invalid changes nothing. Never evicts the chain of parent, nor what it passed.
   Reserved reserve(NodeId parent, std::span<const Key> keys, const SlotFormat& format, FillTime time);

@@ -70,7 +70,7 @@ TEST_CASE("device pool: mapped, idle, free") {
   const Walk walk = f.index.walk(key_of(0), 4, {&position, 1}, {&keys[2], 1});
   CHECK(f.pool->match(walk) == 3);
   CHECK(f.pool->blocks_of(walk.nodes) == b);
-  CHECK(f.pool->indexed_nodes() == walk.nodes);
+  CHECK(f.pool->indexed_nodes(0, kBlocksMax) == walk.nodes);
   CHECK(f.pool->take_stored() == keys_of(1, 3));
   CHECK(f.pool->take_removed().empty());
   f.check();
@@ -212,6 +212,28 @@ TEST_CASE("device pool: adopt, close, and what is refused") {
   CHECK(gone == keys_of(1, 2));
   refuse([&] { p.allocate(1); }, "closed");
   p.close();
+}
+
+TEST_CASE("device pool: a pool closes in slices, and is empty from the first on") {
+  Fixture f(1000);
+  DevicePool& p = *f.pool;
+  const Blocks blocks = p.allocate(1000).blocks;
+  const std::vector<std::uint8_t> all(500, 1);
+  CHECK(p.commit(Blocks(blocks.begin(), blocks.begin() + 500), f.root, keys_of(1, 500)) == all);
+  CHECK(p.commit(Blocks(blocks.begin() + 500, blocks.end()), f.root, keys_of(1000, 500)) == all);
+  std::size_t slices = 1, most = 0;
+  for (std::size_t before = f.index.size(); !p.close_some(100); before = f.index.size(), ++slices) {
+    most = std::max(most, before - f.index.size());
+    CHECK(p.counts().free == 1000);
+    CHECK(p.indexed_nodes(0, kBlocksMax).size() <= 1000);
+    f.index.check();
+  }
+  CHECK(slices > 5);
+  CHECK(most <= 100 + 500);  // a chain that goes is reaped to its root
+  CHECK(f.index.size() == 0);
+  CHECK(p.take_removed().size() == 1000);
+  CHECK(p.close_some(1));
+  f.check();
 }
 
 TEST_CASE("device pool: adopted tables share a prefix") {

@@ -179,6 +179,11 @@ class RawSession:
 
     def prove_store(self) -> None:
         """First half of the layout proof, by writing the slot directly."""
+        self.write_proof()
+        assert isinstance(self.ask(m.ProvedStore()), m.ProveLoad)
+
+    def write_proof(self) -> None:
+        """Begin the layout proof and write its slot; the daemon is not told yet."""
         arena, shape = self.mapped()
         task = self.ask(m.Prove())
         assert isinstance(task, m.ProveSlot), task
@@ -188,7 +193,6 @@ class RawSession:
             cell = m.pattern(task.seed, *divmod(number, shape.heads), shape.cell_bytes)
             view[number * shape.cell_stride :][: shape.cell_bytes] = np.frombuffer(cell, np.uint8)
             sums[number] = _native.crc32c(cell)
-        assert isinstance(self.ask(m.ProvedStore()), m.ProveLoad)
 
     def engine(self, layout: BlockLayout | None = None, **changes: Any) -> RawSession:
         """Attach and prove."""

@@ -1,4 +1,4 @@
-"""A real daemon checks itself, unasked and asked, while it goes on answering."""
+"""What a real daemon does in slices: checks of itself, unasked and asked, and layout proofs of many cells."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from real_daemon import eventually
 from scene import Scene
 
 from kvstore.rpc import messages as m
+from kvstore.types import BlockLayout
+
+MANY_CELLS = BlockLayout(layers=64, kv_heads=8, head_dim=64, dtype="float32", block_tokens=1)
 
 
 def test_a_daemon_checks_itself_and_says_when(stage: Scene) -> None:
@@ -53,3 +56,40 @@ def test_a_session_that_closes_before_its_check_ends_disturbs_nobody(stage: Scen
         session.close()
     assert engine.restored(chain) == 50
     daemon.assert_sound()
+
+
+def test_other_questions_are_answered_while_a_layout_is_proven(stage: Scene) -> None:
+    stage.start_daemon()
+    raw = stage.session().attach(MANY_CELLS, model=stage.name)
+    raw.write_proof()
+    proved = raw.send(m.ProvedStore())
+    ids = [raw.send(m.Heartbeat()) for _ in range(3)]
+    got = {reply.id: reply.body for reply in (raw.receive() for _ in range(4)) if reply is not None}
+    assert list(got)[-1] == proved, "the proof was answered last, although it was asked first"
+    assert sorted(got) == [proved, *ids]
+    assert isinstance(got[proved], m.ProveLoad)
+    assert raw.ask(m.Proved(True)) == m.Done()
+
+
+def test_a_session_that_closes_in_the_middle_of_its_proof_leaves_no_slot(stage: Scene) -> None:
+    daemon = stage.start_daemon()
+    for _ in range(20):
+        raw = stage.session().attach(MANY_CELLS, model=stage.name)
+        raw.write_proof()
+        raw.send(m.ProvedStore())
+        raw.close()
+    daemon.assert_quiet()
+    counts = daemon.group()["host"]
+    assert counts["filling"] == counts["ready"] == counts["draining"] == 0
+
+
+def test_a_proof_that_is_given_up_meanwhile_says_so(stage: Scene) -> None:
+    stage.start_daemon()
+    raw = stage.session().attach(MANY_CELLS, model=stage.name)
+    raw.write_proof()
+    proved, quiesced = raw.send(m.ProvedStore()), raw.send(m.Quiesced())
+    got = {reply.id: reply.body for reply in (raw.receive() for _ in range(2)) if reply is not None}
+    assert isinstance(got[quiesced], m.Quieted)
+    assert isinstance(got[proved], m.Failed)
+    assert "given up" in got[proved].message
+    raw.prove()  # again, from the start

@@ -20,7 +20,7 @@ def test_parts_and_the_events_since_are_the_truth() -> None:
         group = driver.group()
         session = driver.attach(layout=layout)
         pool = session.own_pool(100, 100)
-        for start in range(0, 9000, 3000):  # more than one part takes
+        for start in range(0, 9000, 3000):
             session.save(session.chain(np.arange(start * 4, (start + 3000) * 4, dtype=np.uint32)))
         chain = session.chain(range(40))
         session.commit(session.acquire(0, 10).lease, chain, 0, 10)
@@ -43,6 +43,7 @@ def test_parts_and_the_events_since_are_the_truth() -> None:
                 seen = seen | keys if event.kind is EventKind.STORED else seen - keys
         now = group.host.keys()
         assert seen == {key.tobytes() for key in now}
-        assert len(seen) > 8192
+        assert number > 10
+        assert 1000 < len(seen) < 9000
         held = pool.keys()
         assert devices == {session.engine.id: {key.tobytes() for key in held}}
