@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from kvstore.cli.options import AsJson
 from kvstore.errors import Unavailable
 
 __all__ = ["demo_command"]
@@ -19,6 +20,7 @@ def demo_command(
     block_tokens: int = 16,
     cache: bool = True,
     seed: int = 0,
+    as_json: AsJson = False,
 ) -> None:
     """A real language model answers from cached KV; prints what was saved and proves that nothing changed.
 
@@ -39,7 +41,7 @@ def demo_command(
         from kvstore.connectors.embedded import demo
     except ModuleNotFoundError as error:
         raise Unavailable(f"{error}; the demo needs the extra: pip install 'kvstored[torch]'") from None
-    options = demo.Options(model=model, block_tokens=block_tokens, cache=cache, seed=seed)
+    options = demo.Options(model=model, block_tokens=block_tokens, cache=cache, seed=seed, as_json=as_json)
     try:
         raise SystemExit(demo.run_golden(options) if golden else demo.run(options))
     except demo.EXPECTED_FAILURES as error:

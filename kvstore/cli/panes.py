@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -64,7 +63,7 @@ def _tiers(group: Report) -> RenderableType:
     share = host["used_bytes"] / host["capacity_bytes"]
     table.add_row(
         "HOST",
-        ProgressBar(total=1.0, completed=share, width=_BAR_COLUMNS),
+        _bar(share),
         percent_text(share),
         size_text(host["used_bytes"]),
         size_text(host["capacity_bytes"]),
@@ -75,10 +74,18 @@ def _tiers(group: Report) -> RenderableType:
     total = sum(sum(facts["device"].values()) for facts in group["engines"].values())
     for tier, blocks in (("GPU L1", mapped), ("GPU L2", idle)):
         if total:
-            bar = ProgressBar(total=1.0, completed=blocks / total, width=_BAR_COLUMNS)
+            share = blocks / total
             of = f"{count_text(total)} blocks"
-            table.add_row(tier, bar, percent_text(blocks / total), count_text(blocks), of, "")
+            table.add_row(tier, _bar(share), percent_text(share), count_text(blocks), of, "")
     return table
+
+
+def _bar(share: float) -> str:
+    """As full as `share`, but never empty for a little or full for not quite all."""
+    full = round(share * _BAR_COLUMNS)
+    if 0 < share < 1:
+        full = min(max(full, 1), _BAR_COLUMNS - 1)
+    return "█" * full + "░" * (_BAR_COLUMNS - full)
 
 
 def _engines(group: Report) -> RenderableType:
