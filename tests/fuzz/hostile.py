@@ -120,20 +120,37 @@ class Hostile:
 
     def message(self, known: Known, ident: int) -> msgspec.Struct:
         """Any request that a session may send; what it is about is remembered under its id."""
-        kind = self._chance.choices(self._kinds, self._weights)[0]
+        kind = self._kind(known)
         if kind is m.Attach and self._chance.random() < 0.7:
             return self._attach()
         subject = known.asked[ident] = self._subject(kind, known)
         return kind(*[fill(subject, known) for fill in self._plans[kind]])
 
+    def _kind(self, known: Known) -> type[msgspec.Struct]:
+        """Rarely one that names a lease or a filling when there is none."""
+        for _ in range(3):
+            kind = self._chance.choices(self._kinds, self._weights)[0]
+            fields = kind.__struct_fields__
+            if "token" in fields and not known.fillings:
+                continue
+            if "lease" in fields and not known.leases and kind is not m.Acquire:
+                continue
+            break
+        return kind
+
     def _subject(self, kind: type[msgspec.Struct], known: Known) -> Subject:
         chance, fields = self._chance, kind.__struct_fields__
         if "token" in fields and known.fillings:
             token = self._one_of(known.fillings)
-            return replace(known.fillings[token], token=token)
+            filling = known.fillings[token]
+            if chance.random() < 0.7:  # the others are named again when they are over
+                del known.fillings[token]
+            return replace(filling, token=token)
         if "lease" in fields and known.leases and (kind is not m.Acquire or chance.random() < 0.7):
             lease = self._one_of(known.leases)
             held = known.leases[lease]
+            if kind is m.Release and chance.random() < 0.7:
+                del known.leases[lease]
             start = chance.randint(0, held.stop)
             stop = len(held.chain) if kind is m.Acquire else chance.randint(start, held.stop)
             return Subject(held.chain, start, stop, lease)

@@ -1,4 +1,4 @@
-"""Fuzzed conversations: honest beginnings over a real socket, then anything, then one of many ends."""
+"""One fuzzed conversation: an honest beginning over a real socket, then anything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import socket
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,21 +23,20 @@ from kvstore.keys import KeyChain
 from kvstore.rpc import messages as m
 from kvstore.types import BlockLayout
 
-from .hostile import Hostile, Known, damaged, shapeless
+from .hostile import Hostile, Known
 
-__all__ = ["ENGINES", "Journal", "Stage", "Talk", "Tally", "conversation", "framed"]
+__all__ = ["ENGINES", "Journal", "Stage", "Talk", "Tally", "encode", "framed"]
 
 # 8 KiB a block, so that chains, arena and index are all larger than one another's limits allow.
 LAYOUT = BlockLayout(layers=2, kv_heads=2, head_dim=64, dtype="float32", block_tokens=4)
 SHAPE = SlotFormat(LAYOUT.layers, LAYOUT.kv_heads, LAYOUT.cell_bytes)
-ENGINES = [bytes([number]) * 16 for number in range(1, 7)]
+ENGINES = [bytes([number]) * 16 for number in range(1, 13)]
 _CHAINS, _CHAIN_BLOCKS = 40, 64
 # No honest answer takes this long; a daemon that needs longer hangs.
 _PATIENCE_S = 60
-_BATCH_MAX = 64
 _FDS_SPACE = socket.CMSG_SPACE(8 * 4)
 _decode = msgspec.msgpack.Decoder(m.ReplyFrame).decode
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 
 
 def framed(payload: bytes) -> bytes:
@@ -186,6 +184,8 @@ class Talk:
         if self.stage.arena is None:
             self.stage.arena = Arena.attach(*self._fds[:2], self.welcome.capacity_bytes)
         self._drop_fds()
+        if self.stage.chance.random() < 0.7:  # else the slots of earlier sessions wait for this process's end
+            self._ask(m.Quiesced())
         if role != "scheduler" and self.stage.chance.random() < 0.95:
             self._prove(self.stage.arena)
 
@@ -217,7 +217,7 @@ class Talk:
     def _frame(self, body: Any) -> bytes:
         self._last_id += 1
         self.stage.tally.kinds[type(body).__name__] += 1
-        return framed(_encode([self._last_id, body]))
+        return framed(encode([self._last_id, body]))
 
     def send(self, frames: list[bytes]) -> None:
         """Send pieces, each counted as a frame; a daemon that hung up is noticed on reading."""
@@ -290,7 +290,7 @@ class Talk:
         """A message as an engine would send it."""
         body = self.stage.hostile.message(self.known, 1)
         self.stage.tally.kinds[type(body).__name__] += 1
-        return _encode([1, body])
+        return encode([1, body])
 
     def hang_up(self) -> None:
         """Say that nothing more comes, and read to the end: all that was sent has been seen."""
@@ -305,104 +305,3 @@ class Talk:
         self.stage.journal.sent(self._number, data)
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._sock, [data], [0] * count)
-
-
-# ---- ends: each sends something that ends the conversation -------------------------------------------------
-
-
-def _polite(talk: Talk) -> None:
-    talk.hang_up()
-
-
-def _rude(talk: Talk) -> None:
-    talk.close()
-
-
-def _noise(talk: Talk) -> None:
-    talk.send([talk.stage.chance.randbytes(talk.stage.chance.choice((1, 3, 4, 5, 64, 4096)))])
-    talk.hang_up()
-
-
-def _bad_length(talk: Talk) -> None:
-    chance = talk.stage.chance
-    length = chance.choice((0, m.FRAME_BYTES_MAX + 1, 1 << 31, (1 << 32) - 1, chance.getrandbits(32)))
-    talk.send([length.to_bytes(4, "little") + chance.randbytes(chance.randrange(200))])
-    talk.hang_up()
-
-
-def _wrong_length(talk: Talk) -> None:
-    """A good payload under a length that is a little off: the rest is read as frames."""
-    payload = talk.honest_payload()
-    length = max(0, len(payload) + talk.stage.chance.randint(-6, 6))
-    talk.send([length.to_bytes(4, "little") + payload] * 2)
-    talk.hang_up()
-
-
-def _truncated(talk: Talk) -> None:
-    data = framed(talk.honest_payload())
-    talk.send([data[: talk.stage.chance.randrange(len(data))]])
-    (_polite if talk.stage.chance.random() < 0.5 else _rude)(talk)
-
-
-def _shapeless(talk: Talk) -> None:
-    chance = talk.stage.chance
-    body = shapeless(chance)
-    talk.send([framed(_encode(body if chance.random() < 0.3 else [1, body]))])
-    talk.hang_up()
-
-
-def _damaged(talk: Talk) -> None:
-    chance = talk.stage.chance
-    talk.send([framed(damaged(chance, talk.honest_payload())) for _ in range(chance.randint(1, 4))])
-    talk.hang_up()
-
-
-def _descriptors(talk: Talk) -> None:
-    talk.send_with_fds(framed(talk.honest_payload()), talk.stage.chance.randint(1, 8))
-    talk.hang_up()
-
-
-def _deaf(talk: Talk) -> None:
-    """Asks and asks and never reads; the daemon must give up, not grow."""
-    questions = framed(_encode([1, m.Status()])) * 256
-    while talk.open:
-        talk.send([questions])  # counted as one: the daemon does not read them all
-    talk.close()
-
-
-_ENDS: dict[Callable[[Talk], None], float] = {
-    _polite: 2,
-    _rude: 1,
-    _noise: 1,
-    _bad_length: 1,
-    _wrong_length: 1,
-    _truncated: 1,
-    _shapeless: 2,
-    _damaged: 3,
-    _descriptors: 0.5,
-}
-# (role, weight): most sessions are attached, for the code behind the door is where the bugs are.
-_ROLES = {"both": 4.0, "scheduler": 3.0, "worker": 1.0, "tool": 0.5, "": 5.0}
-
-
-def conversation(stage: Stage, *, deaf: bool = False) -> Iterator[None]:
-    """One connection from open to end; yields between its batches so that others get a word in."""
-    chance = stage.chance
-    role = "tool" if deaf else chance.choices(list(_ROLES), list(_ROLES.values()))[0]
-    with Talk(stage, role, chance.choice(ENGINES)) as talk:
-        if role not in ("", "tool") and not deaf:
-            if chance.random() < 0.5:
-                talk.tell(m.Quiesced())
-            if chance.random() < 0.6:
-                talk.tell(
-                    m.Pool(chance.choice(("owned", "owned", "borrowed")), 96, chance.choice((0, 16, 96)))
-                )
-            for _ in range(chance.choice((1, 2, 4, 8))):
-                if not talk.open:
-                    break
-                talk.batch(chance.randint(1, _BATCH_MAX))
-                yield
-        if talk.open:
-            end = _deaf if deaf else chance.choices(list(_ENDS), list(_ENDS.values()))[0]
-            stage.tally.endings[end.__name__.lstrip("_")] += 1
-            end(talk)
