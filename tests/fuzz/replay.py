@@ -6,72 +6,83 @@ message names are moved by the difference.
 
 from __future__ import annotations
 
-import socket
-from contextlib import suppress
+import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from raw_session import RawSession
 
 from kvstore.rpc import messages as m
+
+from .talk import Stage, Talk, framed
 
 __all__ = ["replay"]
 
 # Tokens of one run lie this close behind its first.
 _TOKENS_SPAN = 1 << 30
+_HONEST_STEPS = m.Attach | m.Quiesced | m.Prove | m.ProvedStore | m.Proved
 _decode = msgspec.msgpack.Decoder(m.RequestFrame).decode
 
 
 def replay(path: Path, daemon: Path) -> int:
-    """Send every piece; how many."""
+    """Send every piece; how many.
+
+    The steps of an honest beginning came one by one: each one's answer is awaited, and the proof is given.
+    """
     lines = path.read_bytes().splitlines()
     facts = msgspec.json.decode(lines[0])
-    with RawSession(daemon) as first:
-        moved = first.attach().welcome.token - facts["token"]  # type: ignore[union-attr]
-    talks: dict[int, socket.socket] = {}
+    stage = Stage(daemon, random.Random(0))  # its first session stands for that of the failed run
+    first, by = facts["token"], stage.token - facts["token"]
+    talks: dict[int, Talk] = {}
     sent = 0
     try:
         for line in lines[1:]:
             number, what, data = msgspec.json.decode(line, type=tuple[int, str, str])
+            if number == 0:
+                continue
             if what == "close":
                 if number in talks:
                     talks.pop(number).close()
                 continue
-            if number not in talks:
-                talks[number] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                talks[number].connect(str(daemon))
-            with suppress(BrokenPipeError, ConnectionResetError):
-                talks[number].sendall(_moved(bytes.fromhex(data), facts["token"], moved))
-                sent += 1
-            _drain(talks[number])
-    finally:
+            talk = talks[number] = talks.get(number) or Talk(stage)
+            frames = _moved(bytes.fromhex(data), first, by)
+            sent += len(frames)
+            if len(frames) != 1 or not isinstance(_body(frames[0]), _HONEST_STEPS):
+                talk.send(frames)
+                if talk.open:
+                    talk.catch_up()
+                continue
+            answer = talk.exchange(frames[0])
+            if isinstance(answer, m.ProveSlot):
+                stage.write_pattern(answer)
         for talk in talks.values():
-            talk.close()
+            talk.hang_up()
+    finally:
+        stage.close()
     return sent
 
 
-def _drain(talk: socket.socket) -> None:
-    """Drop what has been answered, descriptors included, so that the daemon never waits for us."""
-    with suppress(BlockingIOError, ConnectionResetError):
-        while talk.recv(1 << 18, socket.MSG_DONTWAIT):
-            pass
-
-
-def _moved(data: bytes, token: int, by: int) -> bytes:
-    """The same frames, with the tokens of this daemon."""
-    out, at = bytearray(), 0
+def _moved(data: bytes, token: int, by: int) -> list[bytes]:
+    """The same frames, with the tokens of this daemon; what is no whole frame comes last."""
+    out, at = [], 0
     while len(data) - at >= 4:
         length = int.from_bytes(data[at : at + 4], "little")
         payload = data[at + 4 : at + 4 + length]
         at += 4 + length
-        try:
-            frame = _decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            out += length.to_bytes(4, "little") + payload
-            continue
-        body = frame.body
+        frame = length.to_bytes(4, "little") + payload
+        body = _body(frame)
         if isinstance(body, m.Publish | m.Abort) and token <= body.token < token + _TOKENS_SPAN:
-            body = msgspec.structs.replace(body, token=body.token + by)
-            payload = msgspec.msgpack.encode([frame.id, body])
-        out += len(payload).to_bytes(4, "little") + payload
-    return bytes(out + data[at:])
+            moved = msgspec.structs.replace(body, token=body.token + by)
+            frame = framed(msgspec.msgpack.encode([_decode(payload).id, moved]))
+        out.append(frame)
+    return [*out, data[at:]] if data[at:] else out
+
+
+def _body(frame: bytes) -> Any:
+    """The message in a whole frame; None for anything else."""
+    if int.from_bytes(frame[:4], "little") != len(frame) - 4:
+        return None
+    try:
+        return _decode(frame[4:]).body
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,17 +78,31 @@ def main(words: list[str] | None = None) -> int:
     ask.add_argument("--json", action="store_true", help="one JSON object and nothing else")
     ask.add_argument("--replay", type=Path, help="send a failure's file again instead")
     ask.add_argument("--failures", type=Path, default=Path.cwd(), help="where a failure's file is written")
+    ask.add_argument("--serve", default="", help=argparse.SUPPRESS)
     ask.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = ask.parse_args(words)
     if given.child:
         return _child(given.child, given.frames, given.seed, given.failures)
-    result = fuzz(given.frames, given.seed, given.failures, given.replay)
+    program = (given.serve,) if given.serve else ("-m", "kvstore")
+    result = fuzz(given.frames, given.seed, given.failures, again=given.replay, program=program)
     print(json.dumps(result) if given.json else json.dumps(result, indent=2))
     return 0 if result["ok"] else 1
 
 
-def fuzz(frames: int, seed: int, failures: Path, again: Path | None = None) -> dict[str, Any]:
+def fuzz(
+    frames: int,
+    seed: int,
+    failures: Path,
+    *,
+    again: Path | None = None,
+    program: Sequence[str] = ("-m", "kvstore"),
+) -> dict[str, Any]:
     """Run it all.
+
+    Args:
+        failures: folder for what `--replay` reads.
+        again: a file to replay instead.
+        program: runs the daemon, see RealDaemon.
 
     Returns:
         What the program prints; `ok` says whether everything held.
@@ -96,7 +110,7 @@ def fuzz(frames: int, seed: int, failures: Path, again: Path | None = None) -> d
     folder = Path(tempfile.mkdtemp(prefix="kvfuzz"))
     (folder / "secrets.toml").touch(0o600)
     (folder / "secrets.toml").write_text(_SECRETS)
-    daemon = RealDaemon(folder, _SETTINGS, _TENANTS)
+    daemon = RealDaemon(folder, _SETTINGS, _TENANTS, program=program)
     try:
         daemon.start()
         run = _Run(daemon, failures)

@@ -120,6 +120,16 @@ class Stage:
         """Of the next conversation."""
         return next(self._numbers)
 
+    def write_pattern(self, task: m.ProveSlot) -> None:
+        """An engine's part of the layout proof, by writing the slot directly."""
+        assert self.arena is not None
+        view = self.arena.view(task.slot, SHAPE.length)
+        sums = view[SHAPE.table_offset :].view("<u4")
+        for number in range(SHAPE.layers * SHAPE.heads):
+            cell = m.pattern(task.seed, *divmod(number, SHAPE.heads), SHAPE.cell_bytes)
+            view[number * SHAPE.cell_stride :][: SHAPE.cell_bytes] = np.frombuffer(cell, np.uint8)
+            sums[number] = _native.crc32c(cell)
+
     def close(self) -> None:
         """Unmap."""
         if self.arena is not None:
@@ -187,29 +197,23 @@ class Talk:
         if self.stage.chance.random() < 0.7:  # else the slots of earlier sessions wait for this process's end
             self._ask(m.Quiesced())
         if role != "scheduler" and self.stage.chance.random() < 0.95:
-            self._prove(self.stage.arena)
-
-    def _prove(self, arena: Arena) -> None:
-        """The layout proof, by writing the slot directly; a full arena refuses it, and that is fine."""
-        task = self._ask(m.Prove())
-        if not isinstance(task, m.ProveSlot):
-            return
-        view = arena.view(task.slot, SHAPE.length)
-        sums = view[SHAPE.table_offset :].view("<u4")
-        for number in range(SHAPE.layers * SHAPE.heads):
-            cell = m.pattern(task.seed, *divmod(number, SHAPE.heads), SHAPE.cell_bytes)
-            view[number * SHAPE.cell_stride :][: SHAPE.cell_bytes] = np.frombuffer(cell, np.uint8)
-            sums[number] = _native.crc32c(cell)
-        self._ask(m.ProvedStore())
-        self._ask(m.Proved(True))
+            task = self._ask(m.Prove())
+            if isinstance(task, m.ProveSlot):  # a full arena refuses, and that is fine
+                self.stage.write_pattern(task)
+                self._ask(m.ProvedStore())
+                self._ask(m.Proved(True))
 
     def _ask(self, body: Any) -> Any:
-        before = self.stage.tally.replies
-        self.send([self._frame(body)])
-        answer = None
-        while self.stage.tally.replies == before:
+        answer = self.exchange(self._frame(body))
+        assert answer is not None, f"hung up on an honest {type(body).__name__}"
+        return answer
+
+    def exchange(self, frame: bytes) -> Any:
+        """Send a frame and wait for its answer; None when the daemon hangs up instead."""
+        before, answer = self.stage.tally.replies, None
+        self.send([frame])
+        while self.open and self.stage.tally.replies == before:
             answer = self._receive()
-            assert self.open or answer, f"hung up on an honest {type(body).__name__}"
         return answer
 
     # ---- frames ------------------------------------------------------------------------------------------
@@ -279,8 +283,12 @@ class Talk:
         message = self.stage.hostile.message
         self.send([self._frame(message(self.known, self._last_id + 1)) for _ in range(count)])
         if self.open:
-            self._drain(socket.MSG_DONTWAIT)
-            self._drop_fds()
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Read what has been answered so far."""
+        self._drain(socket.MSG_DONTWAIT)
+        self._drop_fds()
 
     def tell(self, body: Any) -> None:
         """Send one message; its answer is read with the next batch."""
