@@ -6,7 +6,6 @@ message names are moved by the difference.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +23,37 @@ _HONEST_STEPS = m.Attach | m.Quiesced | m.Prove | m.ProvedStore | m.Proved
 _decode = msgspec.msgpack.Decoder(m.RequestFrame).decode
 
 
-def replay(path: Path, daemon: Path) -> int:
-    """Send every piece; how many.
+def replay(path: Path, stage: Stage) -> None:
+    """Send every piece of a failed run, whose first session that of `stage` stands for.
 
     The steps of an honest beginning came one by one: each one's answer is awaited, and the proof is given.
     """
     lines = path.read_bytes().splitlines()
     facts = msgspec.json.decode(lines[0])
-    stage = Stage(daemon, random.Random(0))  # its first session stands for that of the failed run
     first, by = facts["token"], stage.token - facts["token"]
     talks: dict[int, Talk] = {}
-    sent = 0
-    try:
-        for line in lines[1:]:
-            number, what, data = msgspec.json.decode(line, type=tuple[int, str, str])
-            if number == 0:
-                continue
-            if what == "close":
-                if number in talks:
-                    talks.pop(number).close()
-                continue
-            talk = talks[number] = talks.get(number) or Talk(stage)
-            frames = _moved(bytes.fromhex(data), first, by)
-            sent += len(frames)
-            if len(frames) != 1 or not isinstance(_body(frames[0]), _HONEST_STEPS):
-                talk.send(frames)
-                if talk.open:
-                    talk.catch_up()
-                continue
-            answer = talk.exchange(frames[0])
-            if isinstance(answer, m.ProveSlot):
-                stage.write_pattern(answer)
-        for talk in talks.values():
-            talk.hang_up()
-    finally:
-        stage.close()
-    return sent
+    for line in lines[1:]:
+        number, what, data = msgspec.json.decode(line, type=tuple[int, str, str])
+        if number == 0:
+            continue
+        if what == "close":
+            if number in talks:
+                talks.pop(number).close()
+            continue
+        talk = talks[number] = talks.get(number) or Talk(stage)
+        if not talk.open:
+            continue
+        frames = _moved(bytes.fromhex(data), first, by)
+        if len(frames) != 1 or not isinstance(_body(frames[0]), _HONEST_STEPS):
+            talk.send(frames)
+            if talk.open:
+                talk.catch_up()
+            continue
+        answer = talk.exchange(frames[0])
+        if isinstance(answer, m.ProveSlot):
+            stage.write_pattern(answer)
+    for talk in talks.values():
+        talk.hang_up()
 
 
 def _moved(data: bytes, token: int, by: int) -> list[bytes]:

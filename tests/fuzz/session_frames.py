@@ -82,7 +82,7 @@ def main(words: list[str] | None = None) -> int:
     ask.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = ask.parse_args(words)
     if given.child:
-        return _child(given.child, given.frames, given.seed, given.failures)
+        return _child(given.child, given)
     program = (given.serve,) if given.serve else ("-m", "kvstore")
     result = fuzz(given.frames, given.seed, given.failures, again=given.replay, program=program)
     print(json.dumps(result) if given.json else json.dumps(result, indent=2))
@@ -149,16 +149,16 @@ class _Run:
     def replayed(self, path: Path) -> dict[str, Any]:
         """Send a failure's pieces again, to a daemon as it was."""
         began = time.monotonic()
-        self._counts["frames"] = replay(path, self._daemon.socket)
-        self._settle()
-        self._rss = _rss(self._daemon.pid) if self._daemon.alive else 0
+        self._child("--replay", str(path))
         return self._result(time.monotonic() - began)
 
     def _round(self, frames: int, seed: int) -> None:
-        words = [sys.executable, "-m", "tests.fuzz.session_frames", "--child", str(self._daemon.socket)]
-        words += ["--frames", str(frames), "--seed", str(seed), "--failures", str(self._failures)]
+        self._child("--frames", str(frames), "--seed", str(seed), "--failures", str(self._failures))
+
+    def _child(self, *flags: str) -> None:
+        """One process that talks, to its end; then whatever was its must be gone."""
         done = subprocess.run(
-            words,
+            [sys.executable, "-m", "tests.fuzz.session_frames", "--child", str(self._daemon.socket), *flags],
             cwd=_ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -166,15 +166,16 @@ class _Run:
             check=False,
             preexec_fn=live_with_parent,
         )
+        what = " ".join(flags[:4])
         if done.returncode or not done.stdout:
-            self._broken.append(f"seed {seed}: the fuzzing process ended with {done.returncode}")
-            return
-        said = json.loads(done.stdout)
-        for name in ("frames", "replies", "sessions"):
-            self._counts[name] += said[name]
-        for name, tally in self._tallies.items():
-            tally.update(said[name])
-        self._broken += [f"seed {seed}: {text}" for text in said["broken"]]
+            self._broken.append(f"{what}: the process that talks ended with {done.returncode}")
+        else:
+            said = json.loads(done.stdout)
+            for name in ("frames", "replies", "sessions"):
+                self._counts[name] += said[name]
+            for name, tally in self._tallies.items():
+                tally.update(said[name])
+            self._broken += [f"{what}: {text}" for text in said["broken"]]
         self._settle()
 
     def _settle(self) -> None:
@@ -198,7 +199,7 @@ class _Run:
         if alive and not self._broken:
             self._honest_engine()
         fds = self._fds_growth() if alive else 0
-        rss = _rss(self._daemon.pid) - self._rss if alive else 0
+        rss = _rss(self._daemon.pid) - self._rss if alive and self._rss else 0
         if fds > 0:
             self._broken.append(f"{fds} descriptors more than at the start")
         if rss > RSS_GROWTH_BYTES_MAX:
@@ -259,20 +260,23 @@ def _rss(pid: int) -> int:
 # ---- one process that fuzzes ------------------------------------------------------------------------------
 
 
-def _child(path: Path, frames: int, seed: int, failures: Path) -> int:
-    """Talk until `frames` are sent; print the tally."""
-    stage = Stage(path, random.Random(seed))
+def _child(path: Path, given: argparse.Namespace) -> int:
+    """Talk until so many frames are sent, or replay a file; print the tally."""
+    stage = Stage(path, random.Random(given.seed))
     broken: list[str] = []
     try:
-        _talk(stage, frames)
+        if given.replay:
+            replay(given.replay, stage)
+        else:
+            _talk(stage, given.frames)
     except (OSError, AssertionError) as error:
         broken.append(f"{type(error).__name__}: {error}")
-    broken += stage.tally.internal
-    if broken:
-        file = failures / f"session_frames-{seed}.jsonl"
-        stage.journal.write(file, {"seed": seed, "broken": broken[:10], "token": stage.token})
-        broken.append(f"replay with --replay {file}")
     tally = stage.tally
+    broken += tally.internal
+    if broken and not given.replay:
+        file = given.failures / f"session_frames-{given.seed}.jsonl"
+        stage.journal.write(file, {"seed": given.seed, "broken": broken[:10], "token": stage.token})
+        broken.append(f"replay with --replay {file}")
     counts = {"frames": tally.frames, "replies": tally.replies, "sessions": tally.sessions}
     counters = {name: getattr(tally, name) for name in _TALLIES}
     print(json.dumps({**counts, **counters, "broken": broken}))

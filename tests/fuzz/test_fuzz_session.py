@@ -35,7 +35,6 @@ def run(*words: str, timeout_s: float = 100.0) -> tuple[int, dict[str, Any]]:
         [sys.executable, "-m", "tests.fuzz.session_frames", "--json", *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         text=True,
         timeout=timeout_s,
         check=False,
