@@ -27,7 +27,6 @@ MARKS = tuple(a + b for a, b in (("TO", "DO"), ("FIX", "ME"), ("XX", "X"), ("HA"
 MANY_PARAMETERS = {
     "kvstore/block_tables.py:commit": "one parameter per field of the Commit message, and who asks",
     "kvstore/client/face.py:Face.__init__": "public constructor: all but three are keyword-only",
-    "kvstore/cli/demo.py:demo_command": "one parameter per flag",
     "connectors/embedded/attach.py:connect": "four things to connect; the rest is keyword-only",
 }
 # function (module:name) → why it may take **keywords.

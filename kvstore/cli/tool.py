@@ -64,7 +64,7 @@ class Tool:
         try:
             hello = m.Attach(m.PROTOCOL_VERSION, "tool", b"", {}, None, (0, 0, 0, 0), [], test_vector())
             welcome = self._round_trip(hello)
-        except BaseException:
+        except BaseException:  # whatever it was, nobody else will close the socket
             self.close()
             raise
         if not isinstance(welcome, m.Attached):

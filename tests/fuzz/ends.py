@@ -86,7 +86,7 @@ _ENDS: dict[Callable[[Talk], None], float] = {
     _descriptors: 0.5,
 }
 # (role, weight): most sessions are attached, for the code behind the door is where the bugs are.
-_ROLES = {"both": 4.0, "scheduler": 3.0, "worker": 1.0, "tool": 0.5, "": 5.0}
+_ROLES = {"both": 4.0, "scheduler": 3.0, "worker": 1.0, "tool": 0.5, "": 8.0}
 
 
 def conversation(stage: Stage, *, deaf: bool = False) -> Iterator[None]:

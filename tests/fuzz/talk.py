@@ -161,7 +161,7 @@ class Talk:
         try:
             if role:
                 self._begin(role, engine)
-        except BaseException:
+        except BaseException:  # whatever it was, nobody else will close the socket
             self.close()
             raise
 
