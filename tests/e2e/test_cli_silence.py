@@ -170,7 +170,6 @@ def server(path: Path, answer: bytes) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("answer", "cause"),
     [
-        (b"", "hung"),
         (b"\x01\x00", "hung"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "foreign"),
         (b"\x00\x00\x00\x00", "foreign"),
