@@ -22,9 +22,12 @@ from kvstore.cli.units import (
 
 __all__ = ["pane"]
 
-_BAR_COLUMNS = 16
+_BAR_COLUMNS = 10
 # In `top` the busiest engines are what one looks for; the rest is a number.
 ENGINES_SHOWN_MAX = 16
+
+# Labels of a device block; what else a pool counts are events.
+_DEVICE_STATES = ("free", "mapped", "idle", "draining")
 
 Report = Mapping[str, Any]
 
@@ -53,7 +56,10 @@ def _table(*columns: str) -> Table:
     """Borderless; all but the first column to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        name = number == 0 or column == "model"
+        table.add_column(
+            column, justify="left" if name else "right", overflow="fold", no_wrap=column != "model"
+        )
     return table
 
 
@@ -71,7 +77,7 @@ def _tiers(group: Report) -> RenderableType:
     )
     mapped = sum(facts["device"]["mapped"] for facts in group["engines"].values())
     idle = sum(facts["device"]["idle"] for facts in group["engines"].values())
-    total = sum(sum(facts["device"].values()) for facts in group["engines"].values())
+    total = sum(facts["device"][state] for facts in group["engines"].values() for state in _DEVICE_STATES)
     for tier, blocks in (("GPU L1", mapped), ("GPU L2", idle)):
         if total:
             share = blocks / total

@@ -45,7 +45,7 @@ def test_it_shows_what_happens_while_it_runs(scene: Scene) -> None:
     engine = scene.engine(pool=PoolSpec("owned", 64, 64))
     terminal.until(engine.client.engine.hex()[:8])
     engine.restored(engine.saved(1, 7))
-    terminal.until("7 blocks")
+    terminal.until("GPU L2")
     terminal.press("q")
     assert terminal.ended() == 0
 
