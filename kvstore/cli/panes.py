@@ -65,7 +65,7 @@ def _table(*columns: str) -> Table:
 
 def _tiers(group: Report) -> RenderableType:
     host = group["host"]
-    table = _table("tier", "full", "", "used", "of", "blocks")
+    table = _table("tier", "", "full", "used", "of")
     share = host["used_bytes"] / host["capacity_bytes"]
     table.add_row(
         "HOST",
@@ -73,7 +73,6 @@ def _tiers(group: Report) -> RenderableType:
         percent_text(share),
         size_text(host["used_bytes"]),
         size_text(host["capacity_bytes"]),
-        f"{count_text(host['ready'])} blocks",
     )
     mapped = sum(facts["device"]["mapped"] for facts in group["engines"].values())
     idle = sum(facts["device"]["idle"] for facts in group["engines"].values())
@@ -82,7 +81,7 @@ def _tiers(group: Report) -> RenderableType:
         if total:
             share = blocks / total
             of = f"{count_text(total)} blocks"
-            table.add_row(tier, _bar(share), percent_text(share), count_text(blocks), of, "")
+            table.add_row(tier, _bar(share), percent_text(share), count_text(blocks), of)
     return table
 
 
@@ -118,13 +117,13 @@ def _holders(group: Report) -> RenderableType:
     filling = f"fillings {count_text(group['fillings'])} ({count_text(host['filling'])} slots, "
     filling += f"{count_text(group['quarantined'])} quarantined)"
     nodes = f"index {count_text(index['nodes'])} of {count_text(index['nodes_max'])} nodes"
-    free = f"free {count_text(host['free'])} slots + {count_text(host['free_slabs'])} slabs"
+    ready = f"{count_text(host['ready'])} blocks on HOST, free {count_text(host['free'])} slots + {count_text(host['free_slabs'])} slabs"
     lost = [f"corrupt {count_text(host['corrupt_blocks'])}"]
     lost += [f"{reason} {count_text(count)}" for reason, count in host["dropped"].items()]
     huge = "huge pages" if host["huge_pages"] else "4 KiB pages"
     return Text(
         f"leases {count_text(group['leases'])} · {filling} · draining {count_text(host['draining'])}\n"
-        f"{free} · {nodes} · {huge}\n"
+        f"{ready} · {nodes} · {huge}\n"
         f"dropped: {' · '.join(lost)}"
     )
 
