@@ -117,13 +117,13 @@ def _holders(group: Report) -> RenderableType:
     filling = f"fillings {count_text(group['fillings'])} ({count_text(host['filling'])} slots, "
     filling += f"{count_text(group['quarantined'])} quarantined)"
     nodes = f"index {count_text(index['nodes'])} of {count_text(index['nodes_max'])} nodes"
-    ready = f"{count_text(host['ready'])} blocks on HOST, free {count_text(host['free'])} slots + {count_text(host['free_slabs'])} slabs"
+    free = f"free {count_text(host['free'])} slots + {count_text(host['free_slabs'])} slabs"
     lost = [f"corrupt {count_text(host['corrupt_blocks'])}"]
     lost += [f"{reason} {count_text(count)}" for reason, count in host["dropped"].items()]
     huge = "huge pages" if host["huge_pages"] else "4 KiB pages"
     return Text(
         f"leases {count_text(group['leases'])} · {filling} · draining {count_text(host['draining'])}\n"
-        f"{ready} · {nodes} · {huge}\n"
+        f"{count_text(host['ready'])} blocks on HOST, {free} · {nodes} · {huge}\n"
         f"dropped: {' · '.join(lost)}"
     )
 

@@ -6,11 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-from kvstore.cli.answers import console
 from kvstore.cli.options import AsJson, ConfigFile, SetFlags, load
 
 __all__ = ["serve_command"]
@@ -38,33 +34,8 @@ def serve_command(*, config: ConfigFile = None, overrides: SetFlags = None, as_j
 
 def _arena_bar() -> AbstractContextManager[Callable[[str, int, int], None] | None]:
     """A progress bar on a terminal, nothing in a log file."""
-    return _ArenaBar() if sys.stderr.isatty() else nullcontext()
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from kvstore.cli.arena_bar import ArenaBar
 
-
-class _ArenaBar:
-    """Shows how far each arena is prefaulted; disappears when all are."""
-
-    def __init__(self) -> None:
-        self._bar = Progress(
-            TextColumn("arena {task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TimeRemainingColumn(),
-            console=console(stderr=True),
-            transient=True,
-        )
-        self._tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> Callable[[str, int, int], None]:
-        self._bar.start()
-        return self._update
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _update(self, group: str, done: int, total: int) -> None:
-        if group not in self._tasks:
-            self._tasks[group] = self._bar.add_task(group, total=total)
-        self._bar.update(self._tasks[group], completed=done)
-        if done >= total and all(task.finished for task in self._bar.tasks):
-            self._bar.stop()
+    return ArenaBar()

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import msgspec
 
 from kvstore.errors import Unavailable
-from kvstore.keys import test_vector
 from kvstore.rpc import messages as m
 
 __all__ = ["ANSWER_S", "NoAnswer", "Tool", "ask"]
@@ -56,6 +55,8 @@ class Tool:
     """
 
     def __init__(self, path: Path, answer_s: float = ANSWER_S) -> None:
+        from kvstore.keys import test_vector  # numpy and the native core: not for `kvstore --help`
+
         self._path = path
         self._answer_s = answer_s
         self._sock = _connect(path, answer_s)

@@ -13,19 +13,18 @@ import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.text import Text
 
 from kvstore.cli.answers import console, failure, say, say_json
 from kvstore.cli.options import AsJson, ConfigFile, Interval, SetFlags, check_interval, load
-from kvstore.cli.panes import pane
 from kvstore.cli.reading import with_rates
 from kvstore.cli.tool import NoAnswer, Tool
 from kvstore.cli.units import duration_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = ["Watch", "top_command"]
 
@@ -144,6 +143,8 @@ def _stream(watch: Watch, interval_s: float) -> None:
 
 def _live(watch: Watch, interval_s: float) -> None:
     """The screen, until q, Ctrl-C or SIGTERM; the terminal is as before afterwards."""
+    from rich.live import Live
+
     report = watch.first()
     with _keys() as pressed, Live(screen=True, auto_refresh=False, console=console()) as screen:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -180,6 +181,12 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def _frame(report: dict[str, Any], path: Path, hint: str = "") -> RenderableType:
+    """What is on the screen."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from kvstore.cli.panes import pane
+
     parts: list[RenderableType] = []
     if "error" in report:
         lost = duration_text(report["lost_s"])
