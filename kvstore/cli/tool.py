@@ -23,6 +23,8 @@ __all__ = ["ANSWER_S", "NoAnswer", "Tool", "ask"]
 
 # A daemon answers status in under a millisecond; one that is prefaulting has no socket yet.
 ANSWER_S = 3.0
+_STATUS_NEEDS = ("version", "pid", "uptime_s", "epoch", "groups")
+_OTHER_INSTALLATION = "use the kvstore of the daemon's own installation, or restart the daemon with this one"
 _LENGTH = struct.Struct("<I")
 
 Cause = Literal["absent", "not_a_socket", "stale", "denied", "hung", "hung_up", "version", "foreign"]
@@ -91,6 +93,10 @@ class Tool:
         if not isinstance(reply, m.StatusReport):
             raise self._refused(reply)
         report: dict[str, Any] = json.loads(reply.json)
+        missing = [name for name in _STATUS_NEEDS if name not in report] if what == "status" else []
+        if missing:
+            why = f"it is older than this command: its report has no {', '.join(missing)}"
+            raise NoAnswer(self._path, "version", why, _OTHER_INSTALLATION)
         return report
 
     # ---- one request, one reply --------------------------------------------------------------------------
@@ -148,8 +154,7 @@ class Tool:
     def _refused(self, reply: object) -> NoAnswer:
         said = reply.message if isinstance(reply, m.Failed) else f"an unexpected {type(reply).__name__}"
         if said.startswith(("version:", "vector:", "frame:")):
-            fix = "use the kvstore of the daemon's own installation, or restart the daemon with this one"
-            return NoAnswer(self._path, "version", said, fix)
+            return NoAnswer(self._path, "version", said, _OTHER_INSTALLATION)
         return NoAnswer(self._path, "foreign", f"it refused: {said}", "look at its log")
 
 

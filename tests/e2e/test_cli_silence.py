@@ -19,6 +19,8 @@ from raw_session import RawSession
 from real_daemon import RealDaemon, eventually
 from scene import Scene
 
+from kvstore.rpc.messages import PROTOCOL_VERSION
+
 # A daemon of another protocol version: the real one but for its number.
 OTHER_VERSION = """
 import sys
@@ -105,11 +107,32 @@ def test_another_version(stage: Scene, tmp_path: Path) -> None:
     daemon = stage.keep(RealDaemon(stage.folder / "v", program=(str(program),))).start()
     said = asked("status", daemon.socket)
     assert said["cause"] == "version"
-    assert "daemon speaks 2, client 1" in said["error"]
+    spoken = f"daemon speaks {PROTOCOL_VERSION + 1}, client {PROTOCOL_VERSION}"
+    assert spoken in said["error"]
     # `version` is about versions: it says the same, and succeeds.
     done = kvstore("version", "--set", f"daemon.socket={daemon.socket}", "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["daemon"]["cause"] == "version"
+
+
+# What version 0.1.0 reported before it knew its age.
+OLDER_REPORT = """
+import sys
+import kvstore.rpc.session
+kvstore.rpc.session.status = lambda store: {"epoch": store.epoch.hex(), "groups": {}}
+from kvstore.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_an_older_daemon_of_the_same_protocol(stage: Scene, tmp_path: Path) -> None:
+    program = tmp_path / "older.py"
+    program.write_text(OLDER_REPORT)
+    (stage.folder / "o").mkdir()
+    daemon = stage.keep(RealDaemon(stage.folder / "o", program=(str(program),))).start()
+    said = asked("status", daemon.socket)
+    assert said["cause"] == "version"
+    assert "no version, pid, uptime_s" in said["error"]
 
 
 def test_a_stopped_daemon(stage: Scene) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,43 +28,49 @@ def test_alone_it_says_what_to_do() -> None:
     assert "Exit status: 0 done, 1 a check failed, 2 wrong usage" in done.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_examples_of_options_that_exist(command: str) -> None:
-    done = kvstore(command, "--help", environ={"COLUMNS": "200"})
-    assert (done.returncode, done.stderr) == (0, "")
-    options, found, examples = done.stdout.partition("\nExamples:\n")
-    assert found
-    assert "--json" in options
-    used = re.findall(rf"kvstore {command}\b([^|>)]*)", examples)
-    assert used
-    assert not [option for line in used for option in re.findall(r"--[a-z-]+", line) if option not in options]
-    # Prose is wrapped by the terminal, not by the source: short lines end paragraphs.
-    prose = options.partition("╭")[0].splitlines()
-    assert not [line for line, after in itertools.pairwise(prose) if after and 0 < len(line) < 150]
+def all_of(*lines: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands side by side: a start of Python takes longer than what is tested here."""
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda words: kvstore(*words, environ={"COLUMNS": "200"}), lines))
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (("sttus",), 'Did you mean "status"?'),
-        (("status", "--jsn"), "Did you mean --json?"),
-        (("top", "--intervall", "1"), "Did you mean --interval?"),
-        (("completion", "bsh"), 'Did you mean "bash"?'),
-        (("status", "--set", "host.capacty_bytes=1"), "did you mean capacity_bytes"),
-        (("status", "--interval", "-1"), "--interval: need 0 to 3600 seconds"),
-        (("top", "--interval", "0"), "--interval: need 0.05 to 3600 seconds"),
-        (("top", "--interval", "nan"), "--interval: need"),
-        (("top", "--interval", "soon"), "soon"),
-        (("status", "extra"), "extra"),
-    ],
-)
-def test_a_wrong_word_is_named_and_the_right_one_suggested(words: tuple[str, ...], hint: str) -> None:
-    done = kvstore(*words, "--json")
-    assert (done.returncode, done.stderr) == (2, "")
-    said = json.loads(done.stdout)
-    assert hint in said["error"]
-    assert said["status"] == "INVALID_ARGUMENT"
-    assert said["fix"] or hint.startswith(("did you", "--interval"))
+def test_help_has_examples_of_options_that_exist() -> None:
+    answers = all_of(*((command, "--help") for command in COMMANDS))
+    for command, done in zip(COMMANDS, answers, strict=True):
+        assert (done.returncode, done.stderr) == (0, ""), command
+        options, found, examples = done.stdout.partition("\nExamples:\n")
+        assert found, command
+        assert "--json" in options
+        used = re.findall(rf"kvstore {command}\b([^|>)]*)", examples)
+        assert used, command
+        named = [option for line in used for option in re.findall(r"--[a-z-]+", line)]
+        assert not [option for option in named if option not in options], command
+        # Prose is wrapped by the terminal, not by the source: short lines end paragraphs.
+        prose = options.partition("╭")[0].splitlines()
+        assert not [line for line, after in pairwise(prose) if after and 0 < len(line) < 150], command
+
+
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("sttus",), 'Did you mean "status"?'),
+    (("status", "--jsn"), "Did you mean --json?"),
+    (("top", "--intervall", "1"), "Did you mean --interval?"),
+    (("completion", "bsh"), 'Did you mean "bash"?'),
+    (("status", "--set", "host.capacty_bytes=1"), "did you mean capacity_bytes"),
+    (("status", "--interval", "-1"), "--interval: need 0 to 3600 seconds"),
+    (("top", "--interval", "0"), "--interval: need 0.05 to 3600 seconds"),
+    (("top", "--interval", "nan"), "--interval: need"),
+    (("top", "--interval", "soon"), "soon"),
+    (("status", "extra"), "extra"),
+]
+
+
+def test_a_wrong_word_is_named_and_the_right_one_suggested() -> None:
+    answers = all_of(*((*words, "--json") for words, _ in WRONG))
+    for (words, hint), done in zip(WRONG, answers, strict=True):
+        assert (done.returncode, done.stderr) == (2, ""), words
+        said = json.loads(done.stdout)
+        assert hint in said["error"], words
+        assert said["status"] == "INVALID_ARGUMENT"
 
 
 def test_as_text_it_is_one_line() -> None:
@@ -94,25 +102,30 @@ def test_a_completion_script_is_valid(shell: str, tmp_path: Path) -> None:
         subprocess.run([program, *flags, str(script)], check=True, timeout=30)
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("kvstore st", {"status"}),
-        ("kvstore co", {"config", "completion"}),
-        ("kvstore status --j", {"--json"}),
-        ("kvstore completion b", {"bash"}),
-    ],
-)
-def test_bash_completes(line: str, expected: set[str]) -> None:
-    words = line.split()
-    ask = f"""
-source <("{KVSTORE}" completion bash)
-COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; COMP_LINE="{line}"; COMP_POINT={len(line)}
+COMPLETED = {
+    "kvstore st": {"status"},
+    "kvstore co": {"config", "completion"},
+    "kvstore status --j": {"--json"},
+    "kvstore completion b": {"bash"},
+}
+
+
+def test_bash_completes() -> None:
+    asked = [f'source <("{KVSTORE}" completion bash)']
+    for line in COMPLETED:
+        words = line.split()
+        asked.append(
+            f"""
+COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; COMP_LINE="{line}"; COMP_POINT={len(line)}; COMPREPLY=()
 $(complete -p kvstore | sed -E 's/.*-F ([^ ]+).*/\\1/') kvstore {words[-1]} {words[-2]}
-printf '%s\\n' "${{COMPREPLY[@]}}"
+echo "${{COMPREPLY[@]}}"
 """
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=30, check=True)
-    assert {word.strip() for word in done.stdout.split()} == expected
+        )
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(asked)], capture_output=True, text=True, timeout=60, check=True
+    )
+    found = [set(line.split()) for line in done.stdout.splitlines()]
+    assert dict(zip(COMPLETED, found, strict=True)) == COMPLETED
 
 
 def test_installing_completion_writes_to_the_home_only(tmp_path: Path) -> None:
