@@ -132,6 +132,7 @@ class Group:
         self.counters = Counters()
         self.config = config
         self.clock = clock
+        self.opened_s = clock.now()
         self.alarm = ""
         """What an operator should look at, "" when nothing."""
 

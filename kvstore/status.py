@@ -22,11 +22,12 @@ _MODEL_CHARS_MAX = 80
 
 
 def status(store: Store) -> dict[str, object]:
-    """State of a store by trust group; JSON-ready."""
+    """State of a store by trust group; JSON-ready. Its age counts from when its arenas were ready."""
+    now = store.clock.now()
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "uptime_s": round(store.clock.now() - store.started_s, 3),
+        "uptime_s": round(max((now - group.opened_s for group in store.groups.values()), default=0.0), 3),
         "epoch": store.epoch.hex(),
         "groups": {name: _group(group) for name, group in store.groups.items()},
     }

@@ -84,7 +84,6 @@ class Store:
     def __init__(self, config: Config, salts: Salts, clock: Clock) -> None:
         self.config = config
         self.clock = clock
-        self.started_s = clock.now()
         self.epoch = os.urandom(16)
         self.groups: dict[str, Group] = {}
         self._salts = salts
