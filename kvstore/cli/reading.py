@@ -90,14 +90,14 @@ def _of_group(group: Report) -> list[str]:
     host, index, found = group["host"], group["index"], []
     if host["corrupt_blocks"]:
         found.append(
-            f"{count_text(host['corrupt_blocks'])} blocks were corrupt and dropped: suspect memory or an "
-            "engine that writes where it should not"
+            f"corrupt blocks dropped: {count_text(host['corrupt_blocks'])}; suspect memory, or an engine that "
+            "writes where it should not"
         )
     if group["alarm"]:
         found.append(group["alarm"])
     if group["quarantined"]:
         found.append(
-            f"{count_text(group['quarantined'])} slots are quarantined: their engine hung up and its process "
+            f"slots quarantined: {count_text(group['quarantined'])}; their engine hung up and its process "
             "still runs (or, before Linux 6.5, cannot be watched)"
         )
     if index["nodes"] >= _INDEX_FULL * index["nodes_max"]:

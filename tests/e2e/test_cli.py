@@ -74,7 +74,7 @@ def test_rot_is_an_alarm_that_comes_first(stage: Scene) -> None:
     engine.load(hit, chain)
     engine.client.release(hit.lease)
     done = kvstore("status", "--config", str(daemon.config), "--interval", "0")
-    assert done.stdout.startswith("ALARM default: 1 blocks were corrupt")
+    assert done.stdout.startswith("ALARM default: corrupt blocks dropped: 1")
     said = kvstore("status", "--config", str(daemon.config), "--interval", "0", "--json")
     assert len(json.loads(said.stdout)["alarms"]) == 1
 

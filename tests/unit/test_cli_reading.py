@@ -77,9 +77,9 @@ def test_nothing_is_wrong_with_a_new_store() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("host", "corrupt_blocks"), 3, "3 blocks were corrupt"),
+        (("host", "corrupt_blocks"), 3, "corrupt blocks dropped: 3"),
         (("alarm",), "no hits at all", "no hits at all"),
-        (("quarantined",), 5, "5 slots are quarantined"),
+        (("quarantined",), 5, "slots quarantined: 5"),
         (("index", "nodes"), 1 << 30, "raise index.nodes_max"),
     ],
 )
