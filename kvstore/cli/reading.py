@@ -90,7 +90,7 @@ def _of_group(group: Report) -> list[str]:
     host, index, found = group["host"], group["index"], []
     if host["corrupt_blocks"]:
         found.append(
-            f"corrupt blocks dropped: {count_text(host['corrupt_blocks'])}; suspect memory, or an engine that "
+            f"corrupt blocks dropped: {count_text(host['corrupt_blocks'])}; suspect memory or an engine that "
             "writes where it should not"
         )
     if group["alarm"]:
