@@ -3,6 +3,7 @@
 #   make demo        a real model answers from cached KV
 #   make test        everything that must hold: lint, types, floors, native sanitizers, Python tests
 #   make build       .venv with the package in place (rebuilds the native core when it changed)
+#   make fuzz        the fuzzers at full length (minutes; short runs are part of make test)
 #   make format      let ruff format the tree
 #   make clean       remove what make made
 
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 EXTRAS ?= torch,bench,dev
 
-.PHONY: demo test build lint native-test pytest format clean system doctest
+.PHONY: demo test build lint native-test pytest fuzz format clean system doctest
 
 demo: build
 	$(BIN)/kvstore demo
@@ -70,6 +71,11 @@ sanitize-%: build doctest
 
 pytest: build
 	$(BIN)/python -m pytest
+
+FUZZ_FRAMES ?= 1000000
+FUZZ_SEED ?= 0
+fuzz: build
+	$(BIN)/python -m tests.fuzz.session_frames --frames $(FUZZ_FRAMES) --seed $(FUZZ_SEED) --json
 
 format: build
 	$(BIN)/ruff check --fix .

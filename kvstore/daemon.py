@@ -61,10 +61,11 @@ class Daemon:
         self.store.close()
 
 
-def configure_logs(level: str) -> None:
-    """Structured logs to stderr: one JSON object a line, or coloured text on a terminal."""
+def configure_logs(level: str, *, as_json: bool = False) -> None:
+    """Structured logs to stderr: one JSON object a line, or (without `as_json`) text on a terminal."""
+    as_text = sys.stderr.isatty() and not as_json
     renderer: structlog.types.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer() if as_text else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[

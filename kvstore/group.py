@@ -111,6 +111,8 @@ class Counters:
     hit_blocks: int = 0
     hit_blocks_by_tier: dict[str, int] = field(default_factory=lambda: {Tier.GPU: 0, Tier.HOST: 0})
     saved_blocks: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0  # of HOST hits: what engines were told to copy, and did not report as bad
     refused_saves: int = 0
     revoked_leases: int = 0
     demoted_blocks: int = 0
@@ -144,6 +146,7 @@ class Group:
         self.counters = Counters()
         self.config = config
         self.clock = clock
+        self.opened_s = clock.now()
         self.alarm = ""
         """What an operator should look at, "" when nothing."""
         self.checked: Checked | None = None
@@ -244,6 +247,7 @@ class Group:
         if len(filling.drain):
             self.counters.demoted_blocks += ready
         self.counters.saved_blocks += ready
+        self.counters.saved_bytes += ready * filling.shape.length
         self.end_filling(filling)
         return ready
 
@@ -299,7 +303,11 @@ class Group:
     def _count_hits(self, lease: Lease) -> None:
         by_tier = self.counters.hit_blocks_by_tier
         by_tier[Tier.GPU] += lease.device
-        by_tier[Tier.HOST] += max(0, lease.host - lease.device)
+        loaded = max(0, lease.host - lease.device)
+        by_tier[Tier.HOST] += loaded
+        caller = self.callers.get(lease.session)
+        if caller is not None:
+            self.counters.loaded_bytes += loaded * caller.shape.length
         self.counters.hit_blocks += max(lease.device, lease.host)
 
     def revoke_stale(self) -> int:

@@ -1,18 +1,33 @@
-"""What status pages show: plain values, no key, no salt, no token id."""
+"""What status pages show: plain values, no key, no salt, no token id.
+
+Cheap enough to ask every second: no walk over blocks, and at most ENGINES_LISTED_MAX engines are described.
+Totals only grow, so that rates are differences of two reports of one epoch.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 from dataclasses import asdict
 
+from kvstore import __version__
 from kvstore.group import Engine, Group
 from kvstore.store import Store
 
 __all__ = ["status"]
 
+# A report must fit in one frame; a node with more engines than this is read from its counts.
+ENGINES_LISTED_MAX = 256
+_MODEL_CHARS_MAX = 80
+
 
 def status(store: Store) -> dict[str, object]:
-    """State of a store by trust group; JSON-ready."""
+    """State of a store by trust group; JSON-ready. Its age counts from when its arenas were ready."""
+    now = store.clock.now()
     return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "uptime_s": round(max((now - group.opened_s for group in store.groups.values()), default=0.0), 3),
         "epoch": store.epoch.hex(),
         "groups": {name: _group(group) for name, group in store.groups.items()},
     }
@@ -31,10 +46,16 @@ def _group(group: Group) -> dict[str, object]:
         "alarm": group.checked.broken if group.checked and group.checked.broken else group.alarm,
         "checked": _checked(group),
         "leases": len(group.leases),
+        "pins": group.index.pins(),
         "fillings": len(group.fillings),
         "quarantined": sum(len(f.slots) for f in group.fillings if not _open(group, f.engine)),
         "events": group.events.sequence,
-        "engines": {engine.id.hex(): _engine(engine) for engine in group.engines.values()},
+        "sessions": len(group.callers),
+        "engine_count": len(group.engines),
+        "engines": {
+            engine.id.hex(): _engine(group, engine)
+            for engine in itertools.islice(group.engines.values(), ENGINES_LISTED_MAX)
+        },
         "counters": asdict(group.counters),
     }
 
@@ -54,8 +75,14 @@ def _open(group: Group, engine: bytes) -> bool:
     return known is not None and bool(known.sessions)
 
 
-def _engine(engine: Engine) -> dict[str, object]:
+def _engine(group: Group, engine: Engine) -> dict[str, object]:
+    now = group.clock.now()
+    silent = [now - group.callers[session].heard_s for session in engine.sessions]
     return {
+        "model": engine.namespace.model[:_MODEL_CHARS_MAX],
+        "block_tokens": engine.layout.block_tokens,
+        "block_bytes": engine.layout.block_bytes,
+        "silent_s": round(max(silent, default=0.0), 3),
         "sessions": len(engine.sessions),
         "writers": len(engine.writers),
         "pool": engine.device.kind,

@@ -51,6 +51,7 @@ class Options:
         block_tokens: tokens per block.
         cache: False runs everything without reuse.
         seed: of the random ids of --golden.
+        as_json: only the result goes to stdout, what is shown to people goes to stderr.
         inputs, outputs: tokens of each turn of --golden.
     """
 
@@ -58,6 +59,7 @@ class Options:
     block_tokens: int = 16
     cache: bool = True
     seed: int = 0
+    as_json: bool = False
     inputs: Sequence[int] = GOLDEN_INPUTS
     outputs: Sequence[int] = GOLDEN_OUTPUTS
 
@@ -153,7 +155,7 @@ def run(options: Options) -> int:
     Returns:
         Exit status: 0 when the answers were identical and the negative control was noticed.
     """
-    console = Console(stderr=False)
+    console = Console(stderr=options.as_json)
     with _stage(options, console) as stage:
         tokenizer = Tokenizer(stage.model)
         system = {"role": "system", "content": HANDBOOK}
@@ -323,7 +325,7 @@ def run_golden(options: Options) -> int:
     Returns:
         Exit status: 0 when every turn reused exactly what `expected_reuse` says.
     """
-    console = Console()
+    console = Console(stderr=options.as_json)
     with _stage(options, console) as stage:
         engine = stage.start_engine()
         reports = _converse(stage, engine)

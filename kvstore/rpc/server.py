@@ -255,8 +255,10 @@ def free_path(path: Path) -> None:
     """Remove a socket that nobody listens on.
 
     Raises:
-        ConfigError: a daemon listens there, or it is something else.
+        ConfigError: a daemon listens there, it is something else, or its folder does not exist.
     """
+    if not path.parent.is_dir():
+        raise ConfigError(f"daemon.socket: there is no folder {path.parent}; make it or choose another path")
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):

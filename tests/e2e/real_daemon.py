@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +50,7 @@ class RealDaemon:
         settings: "table.key" → TOML value as text, over a small arena.
         tenants: TOML text of [[tenants]] tables.
         environ: over this process's environment.
+        program: arguments of Python that run the command line; for daemons with a planted fault.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class RealDaemon:
         settings: Mapping[str, str] | None = None,
         tenants: str = "",
         environ: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "kvstore"),
     ) -> None:
         self.folder = folder
+        self._program = program
         self.socket = folder / "kv.sock"
         self.config = folder / "kvstore.toml"
         self.log = folder / "daemon.log"
@@ -88,7 +91,7 @@ class RealDaemon:
         """Begin, and by default wait until engines may attach."""
         with self.log.open("ab") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore", "serve", "--config", str(self.config)],
+                [sys.executable, *self._program, "serve", "--config", str(self.config)],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,

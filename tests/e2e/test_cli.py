@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
+from command_line import kvstore
 from fake_engine import FakeEngine
-from real_daemon import RealDaemon, live_with_parent
+from real_daemon import RealDaemon
 from scene import Scene
 
 from kvstore import __version__
-
-
-def kvstore(*words: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        preexec_fn=live_with_parent,
-        env={**os.environ, "COLUMNS": "80", **(environ or {})},
-    )
+from kvstore.client import PoolSpec
 
 
 def complaint(*words: str, environ: dict[str, str] | None = None) -> str:
-    """The one line that a command ends with."""
+    """The one line that a command which cannot begin ends with."""
     done = kvstore(*words, environ=environ)
     assert done.returncode == 2, done
     assert done.stdout == ""
@@ -43,51 +27,110 @@ def complaint(*words: str, environ: dict[str, str] | None = None) -> str:
     return lines[0]
 
 
-def test_status_and_check_of_a_running_daemon(scene: Scene) -> None:
-    engine: FakeEngine = scene.engine()
+def test_status_of_a_running_daemon(stage: Scene) -> None:
+    daemon = stage.start_daemon()
+    engine: FakeEngine = stage.engine(pool=PoolSpec("owned", 64, 64))
     engine.restored(engine.saved(1, 7))
-    config = ("--config", str(scene.daemon.config))
+    config = ("--config", str(daemon.config))
     done = kvstore("status", *config, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
+    assert (report["version"], report["pid"], report["alarms"]) == (__version__, daemon.pid, [])
+    assert report["uptime_s"] > 0
     group = report["groups"]["default"]
     assert group["host"]["ready"] == 7
     assert group["counters"]["hit_blocks"] == 7
+    (facts,) = group["engines"].values()
     assert list(group["engines"]) == [engine.client.engine.hex()]
-    done = kvstore("status", "--set", f"daemon.socket={scene.daemon.socket}")
-    assert done.returncode == 0
-    assert "7 blocks" in done.stdout
-    assert "trust group default" in done.stdout
+    assert (facts["model"], facts["pool"]) == (stage.name, "owned")
+    assert [facts["device"][state] for state in ("free", "mapped", "idle", "draining")] == [64, 0, 0, 0]
+    assert group["rates"]["now"]["interval_s"] >= 0.5
+    assert group["rates"]["since_start"]["hit_rate"] == 1.0
+    assert group["rates"]["since_start"]["loaded_bytes_per_s"] > 0
+    now = json.loads(kvstore("status", *config, "--json", "--interval", "0").stdout)
+    assert now["groups"]["default"]["rates"]["now"] is None
+
+
+def test_status_as_text_on_a_narrow_screen(stage: Scene) -> None:
+    daemon = stage.start_daemon()
+    engine: FakeEngine = stage.engine(pool=PoolSpec("owned", 64, 64))
+    engine.restored(engine.saved(1, 7))
+    flags = ("status", "--set", f"daemon.socket={daemon.socket}", "--interval", "0.1")
+    done = kvstore(*flags, environ={"COLUMNS": "60"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(len(line) for line in done.stdout.splitlines()) <= 60
+    assert "\x1b" not in done.stdout
+    for words in ("trust group default", "7 blocks", engine.client.engine.hex()[:8], "GPU L1", "last 0.1 s"):
+        assert words in done.stdout, words
+    assert re.search(r"leases 0 · fillings 0 \(0 slots, 0 quarantined\)", " ".join(done.stdout.split()))
+
+
+def test_rot_is_an_alarm_that_comes_first(stage: Scene) -> None:
+    daemon = stage.start_daemon()
+    engine: FakeEngine = stage.engine()
+    chain = engine.saved(1, 4)
+    hit = engine.hit(chain)
+    engine.flip(int(hit.slots[0]))
+    engine.load(hit, chain)
+    engine.client.release(hit.lease)
+    done = kvstore("status", "--config", str(daemon.config), "--interval", "0")
+    assert done.stdout.startswith("ALARM default: corrupt blocks dropped: 1")
+    said = kvstore("status", "--config", str(daemon.config), "--interval", "0", "--json")
+    assert len(json.loads(said.stdout)["alarms"]) == 1
+
+
+def test_check_of_a_running_daemon(scene: Scene) -> None:
+    config = ("--config", str(scene.daemon.config))
     done = kvstore("check", *config)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
-    done = kvstore("check", *config, "--json")
-    assert json.loads(done.stdout) == {"ok": True}
     # The socket may come from the environment, too.
-    done = kvstore("check", environ={"KVSTORE_DAEMON__SOCKET": str(scene.daemon.socket)})
-    assert (done.returncode, done.stdout) == (0, "ok\n")
+    done = kvstore("check", "--json", environ={"KVSTORE_DAEMON__SOCKET": str(scene.daemon.socket)})
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"ok": True})
 
 
-def test_version() -> None:
-    done = kvstore("version", "--json")
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["kvstored"] == __version__
+BROKEN_LAW = """
+import sys
+from kvstore.store import Store
+
+def check(self):
+    raise RuntimeError("3 pins in the index, 2 held by leases")
+
+Store.check = check
+from kvstore.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_broken_law_is_exit_status_1(stage: Scene, tmp_path: Path) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN_LAW)
+    daemon = stage.keep(RealDaemon(tmp_path_of(stage), program=(str(program),))).start()
+    done = kvstore("check", "--config", str(daemon.config))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == "BROKEN: 3 pins in the index, 2 held by leases\n"
+    done = kvstore("check", "--config", str(daemon.config), "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == {"ok": False, "broken": "3 pins in the index, 2 held by leases"}
+
+
+def tmp_path_of(stage: Scene) -> Path:
+    """A folder short enough for a socket."""
+    folder = stage.folder / "b"
+    folder.mkdir()
+    return folder
+
+
+def test_version(scene: Scene) -> None:
+    done = kvstore("version", "--set", f"daemon.socket={scene.daemon.socket}", "--json")
+    found = json.loads(done.stdout)
+    assert found["kvstored"] == __version__
+    assert found["daemon"]["version"] == __version__
+    assert found["daemon"]["pid"] == scene.daemon.pid
+    assert len(found["daemon"]["epoch"]) == 32
+    done = kvstore("version", "--set", f"daemon.socket={scene.folder}/none.sock")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "daemon none: no daemon answers at" in done.stdout
     assert kvstore("--version").stdout.strip() == __version__
-
-
-def test_help_lists_every_command() -> None:
-    done = kvstore("--help")
-    assert done.returncode == 0
-    for command in ("serve", "status", "check", "version", "demo"):
-        assert re.search(rf"\b{command}\b", done.stdout), command
-    said = kvstore("serve", "--help").stdout
-    assert "--config" in said
-    assert "--set" in said
-
-
-def test_no_daemon(tmp_path: Path) -> None:
-    said = complaint("status", "--set", f"daemon.socket={tmp_path}/none.sock")
-    assert f"{tmp_path}/none.sock" in said
-    assert "daemon.socket" in said
 
 
 BAD: list[tuple[tuple[str, ...], str]] = [
@@ -135,20 +178,3 @@ def test_a_bad_environment_is_named(tmp_path: Path) -> None:
     environ = {"KVSTORE_HOST__CAPACITY_BYTES": "much"}
     said = complaint("serve", "--set", f"daemon.socket={tmp_path}/k", environ=environ)
     assert "host.capacity_bytes" in said
-
-
-@pytest.mark.parametrize("words", [("sing",), ("status", "--jsn"), ("serve", "8GiB")])
-def test_words_that_are_no_command(words: tuple[str, ...]) -> None:
-    done = kvstore(*words)
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr + done.stdout
-    assert words[-1] in done.stderr + done.stdout
-
-
-def test_a_daemon_that_does_not_answer(stage: Scene) -> None:
-    daemon: RealDaemon = stage.start_daemon()
-    daemon.stopped()
-    began = time.monotonic()
-    said = complaint("status", "--config", str(daemon.config))
-    assert str(daemon.socket) in said
-    assert time.monotonic() - began < 25

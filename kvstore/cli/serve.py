@@ -1,0 +1,41 @@
+"""`kvstore serve`: the daemon in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from kvstore.cli.options import AsJson, ConfigFile, SetFlags, load
+
+__all__ = ["serve_command"]
+
+
+def serve_command(*, config: ConfigFile = None, overrides: SetFlags = None, as_json: AsJson = False) -> None:
+    """Run the daemon until SIGTERM.
+
+    Flags win over environment (KVSTORE_HOST__CAPACITY_BYTES=8GiB), which wins over the file. Logs go to
+    stderr: one JSON object a line, or coloured text on a terminal; --json makes them JSON there too, and a
+    daemon that cannot start says why in one JSON object on stdout.
+
+    Examples:
+        kvstore serve --set host.capacity_bytes=8GiB
+        kvstore serve --config /etc/kvstore.toml
+        kvstore serve --set daemon.socket=/run/user/1000/kv.sock --set daemon.log_level=debug
+    """
+    from kvstore.daemon import configure_logs, serve
+
+    settings = load(config, overrides)
+    configure_logs(settings.daemon.log_level, as_json=as_json)
+    with _arena_bar() as progress:
+        asyncio.run(serve(settings, progress=progress))
+
+
+def _arena_bar() -> AbstractContextManager[Callable[[str, int, int], None] | None]:
+    """A progress bar on a terminal, nothing in a log file."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from kvstore.cli.arena_bar import ArenaBar
+
+    return ArenaBar()
