@@ -7,7 +7,7 @@ from dataclasses import asdict
 from kvstore.group import Engine, Group
 from kvstore.store import Store
 
-__all__ = ["status"]
+__all__ = ["quarantined", "status"]
 
 
 def status(store: Store) -> dict[str, object]:
@@ -32,10 +32,16 @@ def _group(group: Group) -> dict[str, object]:
         "checked": _checked(group),
         "leases": len(group.leases),
         "fillings": len(group.fillings),
-        "quarantined": sum(len(f.slots) for f in group.fillings if not _open(group, f.engine)),
+        "quarantined": quarantined(group),
         "events": group.events.sequence,
         "engines": {engine.id.hex(): _engine(engine) for engine in group.engines.values()},
         "counters": asdict(group.counters),
+        "tokens": {
+            name: {"lookup": tokens.lookup, "hit": dict(tokens.hit), "saved": tokens.saved}
+            for name, tokens in group.meters.tenants.items()
+        },
+        "transfers": {kind: asdict(moved) for kind, moved in group.meters.moved.items()},
+        "prefill_tokens_per_s": group.meters.prefill_tokens_per_s,
     }
 
 
@@ -46,6 +52,11 @@ def _checked(group: Group) -> dict[str, object] | None:
         return None
     age_s = round(group.clock.now() - last.at_s, 3)
     return {"ok": not last.broken, "broken": last.broken, "complete": last.complete, "age_s": age_s}
+
+
+def quarantined(group: Group) -> int:
+    """Slots that wait for processes whose engine has no connection any more."""
+    return sum(len(f.slots) for f in group.fillings if not _open(group, f.engine))
 
 
 def _open(group: Group, engine: bytes) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,45 @@ from kvstore.config.tables import (
     EventsConfig,
     HostConfig,
     IndexConfig,
+    MetricsConfig,
     Table,
     TenantConfig,
 )
 from kvstore.errors import ConfigError
 
-__all__ = ["Config", "DaemonConfig", "EventsConfig", "HostConfig", "IndexConfig", "Salts", "TenantConfig"]
+__all__ = [
+    "Config",
+    "DaemonConfig",
+    "EventsConfig",
+    "HostConfig",
+    "IndexConfig",
+    "MetricsConfig",
+    "Origin",
+    "Salts",
+    "TenantConfig",
+]
 
 _ENV_PREFIX = "KVSTORE_"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-class Config(Table, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a configuration was read from, so that it can be read again."""
+
+    file: Path | None
+    environ: Mapping[str, str]
+    flags: tuple[str, ...]
+
+
+class Config(Table, frozen=True, dict=True):
     """The whole configuration; see the classes of its tables."""
 
     daemon: DaemonConfig = DaemonConfig()
     host: HostConfig = HostConfig()
     index: IndexConfig = IndexConfig()
     events: EventsConfig = EventsConfig()
+    metrics: MetricsConfig = MetricsConfig()
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
 
     @staticmethod
@@ -48,6 +70,7 @@ class Config(Table, frozen=True):
         file: Path | None = None,
         environ: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
+        text: str | None = None,
     ) -> Config:
         """Merge and check all sources.
 
@@ -55,11 +78,12 @@ class Config(Table, frozen=True):
             file: TOML file, or None.
             environ: the environment (None = this process's).
             flags: `table.key=value` each.
+            text: content of the file, if somebody has read it already.
 
         Raises:
             ConfigError: names the key, where it came from and the fix.
         """
-        merged: dict[str, Any] = read_file(file) if file is not None else {}
+        merged: dict[str, Any] = read_file(file, text) if file is not None else {}
         if file is not None:
             anchor_secrets(merged, file)
         source = {"": str(file) if file is not None else "defaults"}
@@ -75,7 +99,17 @@ class Config(Table, frozen=True):
                 raise ConfigError(f"--set {flag}: need table.key=value, e.g. host.capacity_bytes=4GiB")
             assign(merged, path, value, origin=f"--set {path}")
             source[path] = f"--set {path}"
-        return _checked(_convert(merged, source))
+        config = _checked(_convert(merged, source))
+        # Not a field: it is no key, and two configurations are equal whatever they were read from.
+        ours = {name: value for name, value in environ.items() if name.startswith(_ENV_PREFIX)}
+        msgspec.structs.force_setattr(config, "_origin", Origin(file, ours, tuple(flags)))
+        return config
+
+    @property
+    def origin(self) -> Origin | None:
+        """What `load` read, None for a configuration that was made otherwise."""
+        origin: Origin | None = self.__dict__.get("_origin")
+        return origin
 
     def groups(self) -> list[str]:
         """Names of the trust groups, in order of first mention."""
@@ -99,6 +133,7 @@ def _tables() -> dict[str, type[msgspec.Struct]]:
         "host": HostConfig,
         "index": IndexConfig,
         "events": EventsConfig,
+        "metrics": MetricsConfig,
         "tenants": TenantConfig,
     }
 
@@ -119,6 +154,7 @@ def _checked(config: Config) -> Config:
         raise ConfigError("daemon.socket: need a path of 1 to 107 bytes (the kernel's limit)")
     if config.daemon.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError("daemon.log_level: need debug, info, warning or error")
+    config.metrics.check()
     _check_tenants(config.tenants)
     return config
 

@@ -37,10 +37,14 @@ class Salts:
         return f"Salts({len(self.tenants)} tenants, {len(self.groups)} groups)"
 
     @staticmethod
-    def load(config: Config) -> Salts:
+    def load(config: Config, text: str | None = None) -> Salts:
         """Read `daemon.secrets_file`, or mint random salts when there is none.
 
         The file holds `[tenants]` and `[groups]` tables of name = "hex"; it must not be readable by others.
+
+        Args:
+            config: whose tenants need salts, and where they are.
+            text: the file's content, if somebody has read it already.
 
         Raises:
             ConfigError: unreadable, too open, not hex, wrong length, or a tenant or group without a salt.
@@ -55,7 +59,7 @@ class Salts:
             )
         if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"daemon.secrets_file: {path} is open to others; run chmod 600 {path}")
-        data = read_file(path)
+        data = read_file(path, text)
         shared = [t.group for t in config.tenants if t.reuse is Reuse.GROUP]
         salts = Salts(_salts(data, "tenants", names, path), _salts(data, "groups", shared, path))
         # Equal salts are equal roots: one name would read the other's blocks.

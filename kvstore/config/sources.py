@@ -35,14 +35,14 @@ def parse_bytes(text: str | int, key: str) -> int:
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
-def read_file(file: Path) -> dict[str, Any]:
-    """A TOML file's tables.
+def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
+    """A TOML file's tables; of `text`, if somebody has read it already.
 
     Raises:
         ConfigError: absent, unreadable or not TOML.
     """
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text() if text is None else text)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such configuration file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -52,10 +52,11 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def anchor_secrets(merged: dict[str, Any], file: Path) -> None:
-    """A relative secrets_file in the file is relative to the file, wherever the daemon is started."""
+    """Relative paths in the file are relative to the file, wherever the daemon is started."""
     daemon = merged.get("daemon")
-    if isinstance(daemon, dict) and isinstance(daemon.get("secrets_file"), str) and daemon["secrets_file"]:
-        daemon["secrets_file"] = str(file.parent / daemon["secrets_file"])
+    for key in ("secrets_file", "state_dir"):
+        if isinstance(daemon, dict) and isinstance(daemon.get(key), str) and daemon[key]:
+            daemon[key] = str(file.parent / daemon[key])
 
 
 def assign(merged: dict[str, Any], path: str, value: str, origin: str) -> None:

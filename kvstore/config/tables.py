@@ -6,9 +6,19 @@ import os
 
 import msgspec
 
+from kvstore.errors import ConfigError
 from kvstore.types import Reuse
 
-__all__ = ["RANGES", "DaemonConfig", "EventsConfig", "HostConfig", "IndexConfig", "Table", "TenantConfig"]
+__all__ = [
+    "RANGES",
+    "DaemonConfig",
+    "EventsConfig",
+    "HostConfig",
+    "IndexConfig",
+    "MetricsConfig",
+    "Table",
+    "TenantConfig",
+]
 
 
 def default_socket() -> str:
@@ -38,6 +48,7 @@ class DaemonConfig(Table, frozen=True):
         leases_max: most leases of one session.
         self_check_s: the daemon checks its own laws this often, in the background (0 = never).
         log_level: debug, info, warning or error.
+        state_dir: directory for what the daemon learns and keeps across restarts; empty = nothing is kept.
     """
 
     socket: str = msgspec.field(default_factory=default_socket)
@@ -51,6 +62,7 @@ class DaemonConfig(Table, frozen=True):
     leases_max: int = 8192
     self_check_s: float = 60.0
     log_level: str = "info"
+    state_dir: str = ""
 
 
 class HostConfig(Table, frozen=True):
@@ -89,6 +101,44 @@ class EventsConfig(Table, frozen=True):
     """
 
     log_max: int = 10_000
+
+
+class MetricsConfig(Table, frozen=True):
+    """[metrics]
+
+    Attributes:
+        listen: `host:port` ([::1]:port for IPv6, port 0 = any free one) or `unix:/path`; empty = not served.
+    """
+
+    listen: str = ""
+
+    @property
+    def socket_path(self) -> str:
+        """Path of the Unix socket, "" for TCP."""
+        return self.listen.removeprefix("unix:") if self.listen.startswith("unix:") else ""
+
+    @property
+    def host_port(self) -> tuple[str, int]:
+        """Address for TCP.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+            raise ConfigError(
+                f"metrics.listen: need host:port such as 127.0.0.1:9464, or unix:/path, got {self.listen!r}"
+            )
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+    def check(self) -> None:
+        """Raises ConfigError unless `listen` is empty or an address."""
+        if len(self.socket_path.encode()) > 107:  # sockaddr_un
+            raise ConfigError(
+                "metrics.listen: a Unix socket's path has at most 107 bytes (the kernel's limit)"
+            )
+        if self.listen == "unix:" or (self.listen and not self.socket_path):
+            _ = self.host_port
 
 
 class TenantConfig(Table, frozen=True):

@@ -17,6 +17,8 @@ from kvstore import _native
 from kvstore._native import NONE
 from kvstore.block_tables import Demotion, Table
 from kvstore.events import EventKind
+from kvstore.rpc.messages import Timings
+from kvstore.rpc.timings import record
 from kvstore.testing import SessionDriver, write_slot
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.types import Tier
@@ -32,6 +34,14 @@ class DeviceMachine(StoreMachine):
         self.memory: dict[int, list[bytes]] = {}  # id of the pool → key whose bytes each block holds
         self.indexed: dict[bytes, set[bytes]] = {}  # engine → keys on its device, by events
         self.device_sequence = 0
+
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK, prompt=st.integers(0, 400), reused=st.integers(0, 400))
+    def timings(self, pick, prompt, reused) -> None:
+        """A connector says what a request reused, truly or not."""
+        caller = self.session(pick).caller
+        said = [(caller.tenants[pick % len(caller.tenants)], 0.5, max(prompt, reused), reused)]
+        record(caller, Timings(said, [(prompt, 0.25)], [("load", 1, 4096, 0.001)]))
 
     # ---- what the engine does ----------------------------------------------------------------------------
 
