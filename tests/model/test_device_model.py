@@ -58,7 +58,7 @@ class DeviceMachine(StoreMachine):
             self.device_sequence = event.sequence
             if event.tier is Tier.GPU:
                 held = self.indexed.setdefault(event.engine, set())
-                keys = {key.tobytes() for key in event.keys}
+                keys = held.copy() if event.kind is EventKind.CLEARED else {k.tobytes() for k in event.keys}
                 held.update(keys) if event.kind is EventKind.STORED else held.difference_update(keys)
         for engine in self.world.group.engines.values():
             truth = engine.device.keys()
