@@ -57,7 +57,26 @@ def _demo() -> str:
     return "\n".join(rows)
 
 
-_BLOCKS = {"demo": _demo}
+def _aiofiles() -> str:
+    result: dict[str, Any] = json.loads((RESULTS / "aiofiles_cost.json").read_text())
+    us, where = result["us_per_block"], result["where"]
+    rows = [
+        "| µs per block | aiofiles | `preadv`/`pwritev` on a thread | the same call alone |",
+        "|---|---|---|---|",
+    ]
+    for verb in ("read", "write"):
+        for name, size in (("64k", "64 KiB"), ("256k", "256 KiB"), ("2m", "2 MiB")):
+            cells = [f"{us[f'{verb}_{way}_{name}']:.0f}" for way in ("aiofiles", "pool", "direct")]
+            rows.append(f"| {verb} {size} | {' | '.join(cells)} |")
+    rows.append(
+        f"\nOne hop to a thread and back: {result['hop_us']:.0f} µs. Medians of {result['repeats']}, "
+        f"page cache. `{result['command']}`, commit {where['commit']}, {where['cores']} cores of "
+        f"{where['cpu']}, {where['date']}.\n"
+    )
+    return "\n".join(rows)
+
+
+_BLOCKS = {"demo": _demo, "aiofiles": _aiofiles}
 
 
 def main() -> int:

@@ -181,7 +181,9 @@ class Checks:
     def _end(self, report: CheckReport) -> None:
         self._slices = self._next = None
         if report.broken and report.broken != self._told:
-            log.error("check failed", broken=report.broken)
+            log.error(
+                "check failed", broken=report.broken, fix="restart the daemon, and report this line as a bug"
+            )
         self._told = report.broken
         if self._answering and not report.broken and not report.complete and self._runs < _RUNS_MAX:
             self._begin()

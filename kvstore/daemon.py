@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,8 @@ import structlog
 from kvstore import __version__
 from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
+from kvstore.housekeeping import Housekeeping
+from kvstore.logs import configure_logs
 from kvstore.rpc.server import SessionServer, free_path
 from kvstore.store import Store
 
@@ -34,7 +34,8 @@ class Daemon:
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self.config = config
-        self.store = Store(config, Salts.load(config), clock or MonotonicClock())
+        self.salts = Salts.load(config)
+        self.store = Store(config, self.salts, clock or MonotonicClock())
         self._server: SessionServer | None = None
 
     def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -53,31 +54,18 @@ class Daemon:
         self._server = SessionServer(self.store, loop)
         self._server.open()
 
+    @property
+    def sessions(self) -> SessionServer:
+        """The session server, once it listens."""
+        assert self._server is not None, "listen() comes first"
+        return self._server
+
     def close(self) -> None:
         """Close every session, remove the socket, drop the arenas."""
         if self._server is not None:
             self._server.close()
             self._server = None
         self.store.close()
-
-
-def configure_logs(level: str, *, as_json: bool = False) -> None:
-    """Structured logs to stderr: one JSON object a line, or (without `as_json`) text on a terminal."""
-    as_text = sys.stderr.isatty() and not as_json
-    renderer: structlog.types.Processor = (
-        structlog.dev.ConsoleRenderer() if as_text else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,
-    )
 
 
 async def serve(
@@ -98,12 +86,17 @@ async def serve(
     stop = asyncio.Event()
     # Prefaulting can take minutes inside one native call, and nothing exists yet that needs an orderly end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload: there is nothing yet that could be reloaded
     daemon = Daemon(config)
+    house: Housekeeping | None = None
     try:
         daemon.open(progress)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        house = Housekeeping(daemon.store, daemon.salts)
+        await house.restore()
         daemon.listen(loop)
+        await house.open(daemon.sessions)
         log.info(
             "kvstore serves",
             version=__version__,
@@ -113,12 +106,15 @@ async def serve(
             capacity_bytes=config.host.capacity_bytes,
         )
         if not config.daemon.secrets_file:
-            log.warning("no daemon.secrets_file: salts are random and end with this process")
+            fix = "set daemon.secrets_file, or accept that a restarted daemon knows none of its old keys"
+            log.warning("no daemon.secrets_file: salts are random and end with this process", fix=fix)
         if ready is not None:
             ready()
         await stop.wait()
         log.info("kvstore stops")
     finally:
+        if house is not None:
+            await house.close()
         daemon.close()
 
 

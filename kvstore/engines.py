@@ -58,6 +58,7 @@ def _close_pool(group: Group, engine: Engine) -> None:
     """The pool dies, and with it every block number that other sessions of the engine still hold."""
     pool = engine.device
     group.events.append(EventKind.CLEARED, Tier.GPU, np.empty((0, KEY_BYTES), np.uint8), engine=engine.id)
+    group.counters.device_closed_blocks += pool.counts()["idle"]
     engine.device, engine.pool_session = NoTier(Tier.GPU), 0
     group.later(pool.closing())
     nothing = np.empty(0, np.uint32)

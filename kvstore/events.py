@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.clock import Clock, MonotonicClock
 from kvstore.types import Tier
 
 # Most events are one save of a prompt; a log of larger ones keeps fewer, so that its memory has a bound.
 KEYS_PER_EVENT = 100
 
-__all__ = ["EventKind", "EventLog", "KVEvent", "Replay", "Snapshot"]
+__all__ = ["EventKind", "EventLag", "EventLog", "KVEvent", "Replay", "Snapshot"]
 
 
 class EventKind(enum.StrEnum):
@@ -76,17 +77,32 @@ class Replay:
     gap: bool
 
 
-class EventLog:
-    """A bounded ring of events with one wake-up callback per subscriber."""
+@dataclass(frozen=True, slots=True)
+class EventLag:
+    """How far the slowest subscriber is behind, 0 without one: events, and the age of its next one."""
 
-    def __init__(self, epoch: bytes, log_max: int) -> None:
+    events: int
+    seconds: float
+
+
+class EventLog:
+    """A bounded ring of events with one wake-up callback per subscriber.
+
+    Args:
+        clock: for the age of events.
+    """
+
+    def __init__(self, epoch: bytes, log_max: int, clock: Clock | None = None) -> None:
         self.epoch = epoch
+        self._clock = clock or MonotonicClock()
         self._ring: deque[KVEvent] = deque(maxlen=log_max)
+        self._times_s: deque[float] = deque(maxlen=log_max)  # when each event of the ring happened
         self._keys = 0
         self._keys_max = log_max * KEYS_PER_EVENT
         self._sequence = 0
         self._listeners: dict[int, Callable[[], None]] = {}
         self._next_listener = 0
+        self._heard: dict[int, int] = {}  # listener → last sequence that it has passed on
 
     @property
     def sequence(self) -> int:
@@ -109,9 +125,11 @@ class EventLog:
         if len(self._ring) == self._ring.maxlen:
             self._keys -= len(self._ring[0].keys)
         self._ring.append(KVEvent(self._sequence, kind, tier, engine, parent, keys))
+        self._times_s.append(self._clock.now())
         self._keys += len(keys)
         while self._keys > self._keys_max and len(self._ring) > 1:
             self._keys -= len(self._ring.popleft().keys)
+            self._times_s.popleft()
         for wake in tuple(self._listeners.values()):
             wake()
 
@@ -139,3 +157,17 @@ class EventLog:
     def unlisten(self, listener: int) -> None:
         """Forget a subscriber."""
         self._listeners.pop(listener, None)
+        self._heard.pop(listener, None)
+
+    def heard(self, listener: int, sequence: int) -> None:
+        """A subscriber has passed on everything up to `sequence`. One that never says so has no lag."""
+        if listener in self._listeners:
+            self._heard[listener] = sequence
+
+    def lag(self) -> EventLag:
+        """Of the slowest subscriber that says what it has heard."""
+        behind = self._sequence - min(self._heard.values(), default=self._sequence)
+        if behind <= 0:
+            return EventLag(0, 0.0)
+        oldest_s = self._times_s[-min(behind, len(self._times_s))]  # what left the ring is older still
+        return EventLag(behind, max(0.0, self._clock.now() - oldest_s))

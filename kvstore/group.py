@@ -20,6 +20,7 @@ from kvstore.errors import BadRequest, LimitExceeded
 from kvstore.events import EventKind, EventLog
 from kvstore.leases import Lease, Leases, LeaseState
 from kvstore.memory import GroupMemory
+from kvstore.meters import Meters
 from kvstore.tiers.gpu import BorrowedPool, OwnedPool
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.noop import NoTier
@@ -88,6 +89,7 @@ class Caller:
         copies: it moves bytes (every role but the scheduler's).
         roots: keys of the roots it may use.
         heard_s: when it last sent something.
+        tenants: names it attached with.
     """
 
     session: int
@@ -99,6 +101,7 @@ class Caller:
     roots: frozenset[bytes]
     heard_s: float
     copies: bool = True
+    tenants: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -117,6 +120,8 @@ class Counters:
     revoked_leases: int = 0
     demoted_blocks: int = 0
     lost_on_demote: int = 0
+    device_removed_blocks: int = 0
+    device_closed_blocks: int = 0  # idle ones that went with their whole pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +144,12 @@ class Group:
         self.host = HostTier(memory)
         self.leases = Leases(memory.index, config.daemon.leases_max)
         self.fillings = Fillings()
-        self.events = EventLog(epoch, config.events.log_max)
+        self.events = EventLog(epoch, config.events.log_max, clock)
         self.engines: dict[bytes, Engine] = {}
         self.callers: dict[int, Caller] = {}
         self.roots: dict[bytes, Root] = {}
         self.counters = Counters()
+        self.meters = Meters([tenant.name for tenant in config.tenants if tenant.group == name])
         self.config = config
         self.clock = clock
         self.opened_s = clock.now()
@@ -152,6 +158,12 @@ class Group:
         self.checked: Checked | None = None
         self.later: Callable[[Iterator[None]], None] = finish
         """Takes work that may be done in slices; the daemon spreads them over its event loop."""
+
+    def reconfigure(self, config: Config) -> None:
+        """Limits of a reloaded configuration hold from now on."""
+        self.config = config
+        self.leases.per_session_max = config.daemon.leases_max
+        self.meters.expect([tenant.name for tenant in config.tenants if tenant.group == self.name])
 
     def add_root(self, key: bytes, tenant: str, reuse: Reuse) -> Root:
         """The root for `key`, made on first use.
@@ -178,13 +190,26 @@ class Group:
             raise BadRequest("root: not one of the roots given to this session at attach")
         return self.roots[key]
 
+    def tenant_of(self, caller: Caller, root: bytes) -> str:
+        """Whose tokens a request under this root are, for counting.
+
+        A shared root says nothing about who asks: then it is the session's tenant if it has just one, else
+        the group's name stands for all of them.
+        """
+        known = self.roots[root]
+        if known.reuse is Reuse.GROUP and len(caller.tenants) == 1:
+            return caller.tenants[0]
+        return known.tenant
+
     def record_changes(self, engine: Engine | None = None) -> None:
         """Move what the native pools report into the event log."""
         self.events.append(EventKind.REMOVED, Tier.HOST, self.host.take_removed())
         if engine is not None:
             device = engine.device
             self.events.append(EventKind.STORED, Tier.GPU, device.take_stored(), engine=engine.id)
-            self.events.append(EventKind.REMOVED, Tier.GPU, device.take_removed(), engine=engine.id)
+            removed = device.take_removed()
+            self.counters.device_removed_blocks += len(removed)
+            self.events.append(EventKind.REMOVED, Tier.GPU, removed, engine=engine.id)
 
     def check_room_for_filling(self, caller: Caller) -> None:
         """Raises LimitExceeded when the engine has FILLINGS_MAX fillings open."""
@@ -301,6 +326,9 @@ class Group:
             log.warning("no hits at all", group=self.name, alarm=self.alarm)
 
     def _count_hits(self, lease: Lease) -> None:
+        if lease.tenant:
+            device, host, size = lease.device, max(0, lease.host - lease.device), lease.block_tokens
+            self.meters.count_hit(lease.tenant, device * size, host * size)
         by_tier = self.counters.hit_blocks_by_tier
         by_tier[Tier.GPU] += lease.device
         loaded = max(0, lease.host - lease.device)
@@ -361,6 +389,10 @@ class Group:
         filling = self.host.counts()["filling"]
         if filling != self.fillings.slots():
             raise RuntimeError(f"{filling} slots are FILLING, {self.fillings.slots()} belong to fillings")
+        counted = self.counters.hit_blocks_by_tier
+        if sum(counted.values()) != self.counters.hit_blocks:
+            raise RuntimeError(f"{self.counters.hit_blocks} blocks hit are not the sum by tier, {counted}")
+        self.meters.check()
 
 
 def finish(steps: Iterator[None]) -> None:

@@ -66,6 +66,7 @@ class Lease:
         table: device blocks of the request, in order (owned pools).
         device, host: leading blocks of the match on the device and on HOST, for accounting at its end.
         state: life cycle.
+        tenant, block_tokens: whose hit it will be, in tokens.
     """
 
     id: int
@@ -78,6 +79,8 @@ class Lease:
     device: int = 0
     host: int = 0
     state: LeaseState = LeaseState.GRANTED
+    tenant: str = ""
+    block_tokens: int = 0
 
     def move(self, to: LeaseState) -> None:
         """Change state.
@@ -95,7 +98,7 @@ class Leases:
 
     def __init__(self, index: Index, per_session_max: int) -> None:
         self._index = index
-        self._per_session_max = per_session_max
+        self.per_session_max = per_session_max
         self._by_id: dict[int, Lease] = {}
         self._by_session: dict[int, dict[int, Lease]] = {}
         self._last_id = 0
@@ -128,8 +131,8 @@ class Leases:
             LimitExceeded: the session holds `daemon.leases_max` leases.
         """
         mine = self._by_session.setdefault(session, {})
-        if len(mine) >= self._per_session_max:
-            raise LimitExceeded(f"leases_max = {self._per_session_max} leases are held; release some")
+        if len(mine) >= self.per_session_max:
+            raise LimitExceeded(f"leases_max = {self.per_session_max} leases are held; release some")
         self._last_id += 1
         lease = Lease(self._last_id, session, root, blocks_max, nodes)
         self._by_id[lease.id] = mine[lease.id] = lease

@@ -14,7 +14,7 @@ from kvstore import __version__
 from kvstore.group import Engine, Group
 from kvstore.store import Store
 
-__all__ = ["status"]
+__all__ = ["quarantined", "status"]
 
 # A report must fit in one frame; a node with more engines than this is read from its counts.
 ENGINES_LISTED_MAX = 256
@@ -48,7 +48,7 @@ def _group(group: Group) -> dict[str, object]:
         "leases": len(group.leases),
         "pins": group.index.pins(),
         "fillings": len(group.fillings),
-        "quarantined": sum(len(f.slots) for f in group.fillings if not _open(group, f.engine)),
+        "quarantined": quarantined(group),
         "events": group.events.sequence,
         "sessions": len(group.callers),
         "engine_count": len(group.engines),
@@ -57,6 +57,12 @@ def _group(group: Group) -> dict[str, object]:
             for engine in itertools.islice(group.engines.values(), ENGINES_LISTED_MAX)
         },
         "counters": asdict(group.counters),
+        "tokens": {
+            name: {"lookup": tokens.lookup, "hit": dict(tokens.hit), "saved": tokens.saved}
+            for name, tokens in group.meters.tenants.items()
+        },
+        "transfers": {kind: asdict(moved) for kind, moved in group.meters.moved.items()},
+        "prefill_tokens_per_s": group.meters.prefill_tokens_per_s,
     }
 
 
@@ -67,6 +73,11 @@ def _checked(group: Group) -> dict[str, object] | None:
         return None
     age_s = round(group.clock.now() - last.at_s, 3)
     return {"ok": not last.broken, "broken": last.broken, "complete": last.complete, "age_s": age_s}
+
+
+def quarantined(group: Group) -> int:
+    """Slots that wait for processes whose engine has no connection any more."""
+    return sum(len(f.slots) for f in group.fillings if not _open(group, f.engine))
 
 
 def _open(group: Group, engine: bytes) -> bool:

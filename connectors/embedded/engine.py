@@ -115,6 +115,7 @@ class Engine:
         now_s = self._clock()
         self.steps += 1
         self.step_times.append(_step_time(work, now_s - started_s))
+        self.tables.computed(self.step_times[-1])
         advanced = [self._advance(item, sampled.get(item.live.order), now_s) for item in work]
         return ended + [output for output in advanced if output is not None]
 
@@ -182,7 +183,9 @@ class Engine:
     def _end(self, live: Live, reason: FinishReason) -> Report:
         del self._live[live.request.id]
         self._scheduler.remove(live)
-        return live.report(reason, self._clock())
+        report = live.report(reason, self._clock())
+        self.tables.ended(report)
+        return report
 
 
 def _segment(item: Work) -> Segment:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvstore.client import Client, Load, Save
     from kvstore.client import Table as DaemonTable
 
+    from .request import Report, StepTime
+
 __all__ = ["StoreTables"]
 
 # Saves of one table that may wait for their copy; more are folded into the next call, or into `finish`.
@@ -236,6 +238,17 @@ class StoreTables:
         blocks = np.asarray(table.blocks[start:stop], np.uint32)
         handle.saves.append(self._client.save(handle.chain, start, stop, blocks))
         handle.saved = stop
+
+    # ---- what the daemon's metrics are made of -------------------------------------------------------------
+
+    def computed(self, step: StepTime) -> None:
+        if step.prefill_tokens and step.prefill_tokens >= step.decodes:  # mostly prefill
+            self._client.note_prefill(step.prefill_tokens, step.seconds)
+
+    def ended(self, report: Report) -> None:
+        if report.ttft_s is not None:
+            reused = sum(report.reused.values())
+            self._client.note_request(self._tenant, report.ttft_s, report.prompt_tokens, reused)
 
     # ---- the end -----------------------------------------------------------------------------------------
 

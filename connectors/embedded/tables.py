@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from .request import Report, StepTime
 
 __all__ = ["LocalTables", "Reuse", "Table", "Tables", "blocks_for"]
 
@@ -69,6 +72,12 @@ class Tables(Protocol):
 
     def finish(self, table: Table) -> None:
         """The engine is done with the table and will not touch its blocks again."""
+
+    def computed(self, step: StepTime) -> None:
+        """A step has ended: what it computed and how long it took. For statistics; costs next to nothing."""
+
+    def ended(self, report: Report) -> None:
+        """A request has ended: its account. For statistics; costs next to nothing."""
 
     def poll(self) -> None:
         """Once per step, before anything else: take up what happened meanwhile."""
@@ -133,6 +142,12 @@ class LocalTables:
         self._out.difference_update(table.blocks)
         self._free.extend(reversed(table.blocks))
         table.blocks = []
+
+    def computed(self, step: StepTime) -> None:
+        """Nobody to tell."""
+
+    def ended(self, report: Report) -> None:
+        """Nobody to tell."""
 
     def poll(self) -> None:
         """Nothing happens meanwhile."""

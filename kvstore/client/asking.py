@@ -1,4 +1,4 @@
-"""Status, self-check, heartbeat and quiesce: small questions that every role may ask."""
+"""Status, self-check, heartbeat, quiesce and timings: small things that every role may ask or say."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from kvstore.client.core import Core, ask
-from kvstore.client.effects import Op, Work
-from kvstore.errors import KVStoreError
+from kvstore.client.effects import Link, Op, Work
+from kvstore.errors import BadRequest, KVStoreError, Refused
 from kvstore.rpc.messages import Check, Done, Heartbeat, Quiesced, Quieted, Status, StatusReport
 
-__all__ = ["heartbeat", "quiesced", "report_of"]
+__all__ = ["heartbeat", "quiesced", "report_of", "tell"]
 
 
 def report_of(core: Core, message: Status | Check) -> Op[dict[str, Any]]:
@@ -61,4 +61,22 @@ def quiesced(core: Core) -> Op[bool]:
         except KVStoreError:
             return False
         core.give_up(attachment, done.token)
+    return True
+
+
+def tell(core: Core, link: Link, deadline: float) -> Op[bool]:
+    """Send what was timed here, which is a sign of life too; False: there was nothing to send.
+
+    What does not arrive is counted as lost and not sent again: it may have arrived.
+    """
+    timings = core.timings.take() if not link.dead else None
+    if timings is None:
+        return False
+    try:
+        yield from ask(core, link, timings, Done, deadline)
+    except (BadRequest, Refused):  # the link is well; this one was not to the daemon's liking
+        core.timings.lose(timings)
+    except KVStoreError as error:
+        link.fail(str(error))
+        core.timings.lose(timings)
     return True

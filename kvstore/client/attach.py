@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore import _native
 from kvstore._native import Arena, Completion, PagedLayout
+from kvstore.client.asking import tell
 from kvstore.client.core import Attachment, Core, ask
 from kvstore.client.effects import Call, Connect, Job, Link, Op, Watch, Work
 from kvstore.client.sockets import close_fds
@@ -127,6 +128,7 @@ def detach(core: Core, attachment: Attachment) -> Op[None]:
     link = attachment.link
     if core.copier is not None:
         yield from _join(core)
+    yield from tell(core, link, core.call_deadline())
     yield from _say_quiesced(core, link)
     if attachment.arena is not None:
         attachment.arena.close()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvstore import _native
 from kvstore._native import Arena, Copier, PagedLayout, SlotFormat
 from kvstore.client.effects import Call, Link, Op
+from kvstore.client.timings import Outbox
 from kvstore.client.values import Counters, Reservation, Setup, Table
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Unavailable, from_status
 from kvstore.keys import KeyChain
@@ -132,6 +133,7 @@ class Core:
         layout = setup.layout
         self.setup = setup
         self.counters = Counters()
+        self.timings = Outbox()
         self.lock = threading.Lock()
         self.attachment: Attachment | None = None
         self.attaching: Link | None = None  # of an attach under way: failing it ends the attach early

@@ -156,6 +156,32 @@ class Face:
             return None
         return KeyChain.of(root, tokens, layout.block_tokens, extra)
 
+    # ---- timings ---------------------------------------------------------------------------------------
+
+    def note_request(self, tenant: str, ttft_s: float, prompt_tokens: int, reused_tokens: int) -> None:
+        """A request got its first token: noted here, told to the daemon with a heartbeat, for its metrics.
+
+        Args:
+            tenant: one of this client's.
+            ttft_s: from the request's arrival to its first token.
+            prompt_tokens: of the request.
+            reused_tokens: of those, not computed because their KV was there.
+
+        Raises:
+            BadRequest: not a tenant of this client, or counts and seconds that cannot be.
+        """
+        if tenant not in self._core.setup.tenants:
+            raise BadRequest(f"tenant: {tenant!r:.80} is none of this client's")
+        if not 0 <= reused_tokens <= prompt_tokens or not 0.0 <= ttft_s < float("inf"):
+            raise BadRequest(f"note_request: {reused_tokens} of {prompt_tokens} tokens in {ttft_s} s")
+        self._core.timings.note_request(tenant, float(ttft_s), int(prompt_tokens), int(reused_tokens))
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """A step of the engine computed so many prompt tokens (at least half of what it computed)."""
+        if tokens < 0 or not 0.0 <= seconds < float("inf"):
+            raise BadRequest(f"note_prefill: {tokens} tokens in {seconds} s")
+        self._core.timings.note_prefill(int(tokens), float(seconds))
+
     # ---- callbacks -------------------------------------------------------------------------------------
 
     def _due(self) -> Iterator[Callable[[], object]]:

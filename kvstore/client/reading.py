@@ -174,6 +174,7 @@ def load(core: Core, loading: Loading) -> Op[LoadResult]:
         return LoadResult(0, status, 0, 0.0, loading.reason)
     with core.under_way():
         done = cast(Completion, (yield Job(loading.job, core.copy_deadline(), patient=True)))
+    core.timings.note_copy("load", int(done.bytes), float(done.seconds))
     status = np.asarray(done.status, np.uint8)
     wrong = np.flatnonzero(status != _native.OK)
     good = int(wrong[0]) if wrong.size else int(status.size)

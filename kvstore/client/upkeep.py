@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from kvstore.client.asking import tell
 from kvstore.client.attach import attach, detach
 from kvstore.client.core import Attachment, Core
 from kvstore.client.effects import Call, Op, Watch
@@ -82,10 +83,12 @@ def _stay(core: Core, attachment: Attachment) -> Op[None]:
         if wait_s > 0:
             yield Watch(link, wait_s)
             continue
-        try:
-            yield Call(link, Heartbeat(), core.setup.clock.now() + patience_s)
-        except KVStoreError as error:
-            link.fail(str(error))
+        deadline = core.setup.clock.now() + patience_s
+        if not (yield from tell(core, link, deadline)):
+            try:
+                yield Call(link, Heartbeat(), deadline)
+            except KVStoreError as error:
+                link.fail(str(error))
         next_s = core.setup.clock.now() + rest_s
 
 

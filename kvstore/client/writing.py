@@ -30,10 +30,14 @@ U32 = NDArray[np.uint32]
 
 @dataclass(slots=True)
 class _Tally:
-    """A SaveResult in the making. `patient`: a handle waits for its copies, a blocked caller gives up."""
+    """A SaveResult in the making. `patient`: a handle waits for its copies, a blocked caller gives up.
+
+    `kind`: of the transfer, for timings.
+    """
 
     asked: int
     patient: bool = True
+    kind: str = "store"
     ready: int = 0
     filled: int = 0
     elsewhere: int = 0
@@ -181,7 +185,9 @@ def _fill(core: Core, attachment: Attachment, got: Reservation, blocks: U32, tal
     written = 0
     try:
         job = core.submit_store(attachment, got, blocks[ours])
-        written = _leading((yield Job(job, core.copy_deadline(), tally.patient)))
+        copied = cast(Completion, (yield Job(job, core.copy_deadline(), tally.patient)))
+        core.timings.note_copy(tally.kind, int(copied.bytes), float(copied.seconds))
+        written = _leading(copied)
         if written < count:
             tally.why(f"{count - written} blocks were not copied")
     except DeadlineExceeded as error:
@@ -234,7 +240,7 @@ def demote(core: Core, attachment: Attachment, orders: Sequence[Demote]) -> Op[N
         if not blocks.size == slots.size == generations.size:
             raise core.broken(attachment.link, "Demote: blocks, slots and generations do not pair up")
         _check_slots(core, attachment, slots)
-        tally = _Tally(len(blocks), patient=False)
+        tally = _Tally(len(blocks), patient=False, kind="demote")
         got = Reservation(order.token if blocks.size else 0, slots, 0, 0, 0, generations=generations)
         if memory is None:
             yield from _end(core, attachment, order.token, 0, tally)
@@ -244,9 +250,9 @@ def demote(core: Core, attachment: Attachment, orders: Sequence[Demote]) -> Op[N
         yield from _fill(core, attachment, got, blocks, tally)
 
 
-def _leading(done: object) -> int:
+def _leading(done: Completion) -> int:
     """Blocks of a store before the first that was not copied."""
-    status = np.asarray(cast(Completion, done).status)
+    status = np.asarray(done.status)
     wrong = np.flatnonzero(status != _native.OK)
     return int(wrong[0]) if wrong.size else int(status.size)
 

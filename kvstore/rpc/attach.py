@@ -81,7 +81,8 @@ def caller_of(store: Store, ask: Attach, session: int) -> tuple[Caller, dict[str
     allowed = frozenset(key for by_reuse in roots.values() for key in by_reuse.values())
     shape = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes)
     now, copies = store.clock.now(), ask.role != "scheduler"
-    return Caller(session, group, engine, layout, shape, part, allowed, now, copies), roots
+    tenants = tuple(ask.tenants)
+    return Caller(session, group, engine, layout, shape, part, allowed, now, copies, tenants), roots
 
 
 def _layout(wire: Layout | None) -> BlockLayout:

@@ -18,10 +18,12 @@ import structlog
 
 from kvstore import engines
 from kvstore.checks import Checks
+from kvstore.config import DaemonConfig
 from kvstore.errors import ConfigError
 from kvstore.group import Caller
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.later import Later
+from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.session import Session
 from kvstore.store import Store
 
@@ -69,7 +71,12 @@ class Peer:
         if not writes:
             self.close()
         elif self._pidfd < 0:
-            log.warning("no pidfd: slots of a closed session stay quarantined", session=self._session)
+            fix = "run Linux 6.5 or newer, or restart the daemon to get them back"
+            log.warning(
+                "no pidfd: slots of a closed session stay quarantined",
+                **_who(self._session, self._caller),
+                fix=fix,
+            )
 
     def _on_gone(self) -> None:
         # A child may hold the socket open; the process that mapped the arena is gone all the same.
@@ -80,7 +87,8 @@ class Peer:
         if caller is not None:
             freed = engines.writer_gone(caller.group, caller.engine, self._session)
             if freed:
-                log.info("fillings of an ended process freed", session=self._session, fillings=freed)
+                who = _who(self._session, caller)
+                log.info("fillings of an ended process freed", **who, fillings=freed)
 
     def close(self) -> None:
         """Stop watching."""
@@ -106,6 +114,13 @@ class Peer:
             freed += engines.writer_gone(earlier.group, earlier.engine, peer._session)
             peer.close()
         return freed
+
+
+def _who(session: int, caller: Caller | None) -> dict[str, object]:
+    """What a log line says about a session."""
+    if caller is None:
+        return {"session": session}
+    return {"session": session, "engine": caller.engine.id.hex(), "tenant": ",".join(caller.tenants)}
 
 
 def _peer_pidfd(sock: socket.socket) -> int:
@@ -155,6 +170,7 @@ class SessionServer:
         self._peers: set[Peer] = set()
         self._last_number = 0
         self._inode = 0
+        self.requests = RequestLog(store.clock, every=self._config.log_level == "debug")
 
     def open(self) -> None:
         """Bind and listen.
@@ -183,6 +199,11 @@ class SessionServer:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def reconfigure(self, config: DaemonConfig) -> None:
+        """Limits of a reloaded configuration hold from now on."""
+        self._config = config
+        self.requests.every = config.log_level == "debug"
+
     def _accept(self) -> None:
         assert self._listener is not None
         try:
@@ -192,12 +213,15 @@ class SessionServer:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
-            log.error("cannot accept", reason=error.strerror, sessions=len(self._sessions))
+            fix = "raise this process's limit of open files (LimitNOFILE, ulimit -n); two a session"
+            log.error("cannot accept", reason=error.strerror, sessions=len(self._sessions), fix=fix)
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
             return
         if len(self._sessions) >= self._config.sessions_max:
-            log.warning("sessions_max reached", sessions_max=self._config.sessions_max)
+            most = self._config.sessions_max
+            fix = "raise daemon.sessions_max, or end engines that are not needed"
+            log.warning("session refused", reason=f"daemon.sessions_max = {most} are connected; {fix}")
             sock.close()
             return
         self._welcome(sock)
@@ -215,7 +239,7 @@ class SessionServer:
             log.error("session refused", session=number, reason=str(error))
             sock.close()
             return
-        session = Session(self._store, self._checks, number, peer)
+        session = Session(self._store, self._checks, number, peer, self.requests)
         timer = self._loop.call_later(self._config.attach_timeout_s, self._too_silent, number)
 
         def closed(reason: str) -> None:
@@ -251,8 +275,11 @@ class SessionServer:
         self._later.close()
 
 
-def free_path(path: Path) -> None:
+def free_path(path: Path, key: str = "daemon.socket") -> None:
     """Remove a socket that nobody listens on.
+
+    Args:
+        key: of the configuration that names it, for messages.
 
     Raises:
         ConfigError: a daemon listens there, it is something else, or its folder does not exist.
@@ -262,9 +289,7 @@ def free_path(path: Path) -> None:
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(
-            f"daemon.socket: {path} exists and is not a socket; remove it or choose another path"
-        )
+        raise ConfigError(f"{key}: {path} exists and is not a socket; remove it or choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -273,5 +298,5 @@ def free_path(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError as error:
-            raise ConfigError(f"daemon.socket: cannot tell who owns {path}: {error.strerror}") from None
-    raise ConfigError(f"daemon.socket: another daemon listens on {path}; stop it or choose another path")
+            raise ConfigError(f"{key}: cannot tell who owns {path}: {error.strerror}") from None
+    raise ConfigError(f"{key}: another daemon listens on {path}; stop it or choose another path")

@@ -23,6 +23,8 @@ from kvstore.group import Caller
 from kvstore.rpc import messages as m
 from kvstore.rpc.attach import Proof, caller_of, check_hello
 from kvstore.rpc.connection import Connection
+from kvstore.rpc.request_log import RequestLog
+from kvstore.rpc.timings import record
 from kvstore.status import status
 from kvstore.store import Match, Store
 from kvstore.tiers.gpu import BorrowedPool, OwnedPool
@@ -43,12 +45,18 @@ class Session:
 
     Args:
         number: for logs and ownership.
+        requests: told of every message.
+
+    Attributes:
         connection: where replies go; set by the server right after construction.
+        who: what every log line about this session carries.
     """
 
-    def __init__(self, store: Store, checks: Checks, number: int, peer: Peer) -> None:
+    def __init__(self, store: Store, checks: Checks, number: int, peer: Peer, requests: RequestLog) -> None:
         self.store = store
         self.checks = checks
+        self.requests = requests
+        self.who: dict[str, object] = {"session": number}
         self.number = number
         self.peer = peer
         self.caller: Caller | None = None
@@ -68,6 +76,7 @@ class Session:
             return
         fds: tuple[int, ...] = ()
         body: m.Reply | None
+        began_s = self.requests.clock.now()
         try:
             if isinstance(frame.body, m.Attach):
                 body, fds = self._attach(frame.body)
@@ -84,12 +93,13 @@ class Session:
                 return
             body = _failed(error)
         except Exception as error:  # a bug of ours costs one session, not the daemon
-            log.exception("bug", session=self.number, message=type(frame.body).__name__)
+            log.exception("bug", **self.who, request=frame.id, message=type(frame.body).__name__)
             self._refuse(
                 frame.id, KVStoreError(f"internal error: {type(error).__name__}; see the daemon's log")
             )
             return
         self._reply(frame.id, body, fds)
+        self.requests.ended(self.who, frame.id, frame.body, body, began_s)
 
     def _answer(self, frame: m.RequestFrame) -> m.Reply | None:
         """The reply, or None when it comes later."""
@@ -122,7 +132,7 @@ class Session:
 
     def _refuse(self, request: int, error: KVStoreError) -> None:
         """Say why, then hang up."""
-        log.warning("session refused", session=self.number, pid=self.peer.pid, reason=str(error))
+        log.warning("session refused", **self.who, pid=self.peer.pid, request=request, reason=str(error))
         self._reply(request, _failed(error))
         if self.connection is not None:
             self.connection.close(str(error), after_sending=True)
@@ -134,7 +144,7 @@ class Session:
         if self.caller is not None:
             caller, self.caller = self.caller, None
             engines.detach(caller)
-            log.info("session closed", session=self.number, engine=caller.engine.id.hex(), reason=reason)
+            log.info("session closed", **self.who, reason=reason)
 
     # ---- attach ------------------------------------------------------------------------------------------
 
@@ -155,7 +165,8 @@ class Session:
         self.proven = ask.role == "scheduler"
         self.peer.attached(caller)
         arena = caller.group.arena
-        log.info("session attached", session=self.number, engine=caller.engine.id.hex(), role=ask.role)
+        self.who |= {"engine": caller.engine.id.hex(), "tenant": ",".join(caller.tenants)}
+        log.info("session attached", **self.who, pid=self.peer.pid, role=ask.role)
         reply = m.Attached(
             self.store.epoch,
             self.number,
@@ -195,7 +206,8 @@ class Session:
         self._end_proof()
         self.proven = body.ok
         if not body.ok:
-            log.warning("layout proof failed on load", session=self.number)
+            fix = "the engine's paged memory is not what its layout says; until then it runs uncached"
+            log.warning("layout proof failed on load", **self.who, fix=fix)
             raise LayoutRefused("layout proof: the loaded pattern differs; this engine must run uncached")
         return m.Done()
 
@@ -228,7 +240,8 @@ class Session:
     def _report(self, caller: Caller, body: m.Report) -> m.Done:
         dropped = self.store.report(caller, body.lease, _numbers(body.bad, "bad"))
         if dropped:
-            log.error("corrupt blocks dropped", session=self.number, lease=body.lease, blocks=dropped)
+            fix = "check this machine's memory, and processes that write to the arena"
+            log.error("corrupt blocks dropped", **self.who, lease=body.lease, blocks=dropped, fix=fix)
         return m.Done()
 
     def _release(self, caller: Caller, body: m.Release) -> m.Released:
@@ -288,6 +301,10 @@ class Session:
     def _heartbeat(self, _: m.Heartbeat) -> m.Done:
         return m.Done()
 
+    def _timings(self, caller: Caller, body: m.Timings) -> m.Done:
+        record(caller, body)
+        return m.Done()
+
     def _quiesced(self, caller: Caller, _: m.Quiesced) -> m.Quieted:
         self._end_proof()
         self.peer.quiesced(caller)
@@ -323,6 +340,7 @@ _ATTACHED: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {
     m.Commit: Session._commit,
     m.Adopt: Session._adopt,
     m.Observe: Session._observe,
+    m.Timings: Session._timings,
 }
 
 

@@ -128,11 +128,15 @@ def test_case_08_a_tail_shorter_than_a_block(tiny_engine: Make, tiny: TinyModel,
 def test_case_34_tokens_hit_are_the_sum_over_tiers(tiny_engine: Make, tiny: TinyModel, scene: Scene) -> None:
     """Cold, from the device, from HOST and from both: each token is counted once, by engine and daemon."""
 
+    def metrics() -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = scene.daemon.group()["tokens"]
+        return found["default"]
+
     def counters() -> dict[str, object]:
         found: dict[str, object] = scene.daemon.group()["counters"]
         return found
 
-    before = counters()
+    before, metrics_before = counters(), metrics()
     head, asked = prompt(100, 500), prompt(300, 501, prompt(100, 500))
     first = tiny_engine()
     reports = [first.ask(asked, 4), first.ask(asked, 4)]
@@ -155,3 +159,10 @@ def test_case_34_tokens_hit_are_the_sum_over_tiers(tiny_engine: Make, tiny: Tiny
     }
     assert by_tier == {"GPU": (288 + 96) // 16, "HOST": (96 + 192) // 16}
     assert after["hit_blocks"] - before["hit_blocks"] == sum(by_tier.values())  # type: ignore[operator]
+    # The metrics say the same in tokens, and what the engine says that it saved agrees with both.
+    asked_tokens = [288, 288, 96, 288]
+    tokens = metrics()
+    assert tokens["lookup"] - metrics_before["lookup"] == sum(asked_tokens)
+    hit = {tier: tokens["hit"][tier] - metrics_before["hit"][tier] for tier in (GPU, HOST)}
+    assert hit == {tier: 16 * blocks for tier, blocks in by_tier.items()}
+    assert tokens["saved"] - metrics_before["saved"] == sum(hit.values())

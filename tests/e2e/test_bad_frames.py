@@ -131,6 +131,7 @@ def seeds() -> list[Any]:
         m.Commit(1, key, 0, key, key),
         m.Adopt(b"\0" * 8, key, key),
         m.Observe(1, 1, 2, key, key),
+        m.Timings([("default", 0.1, 9, 8)], [(9, 0.1)], [("load", 1, 9, 0.1)]),
         m.Quiesced(),
         m.Status(),
     ]
@@ -158,7 +159,9 @@ def damaged(random_: random.Random, data: bytes) -> bytes:
 def test_random_garbage(scene: Scene) -> None:
     """3,000 damaged frames, each answered or the end of its connection; never silence."""
     random_ = random.Random(20261129)
-    honest = [msgspec.msgpack.encode([7, body]) for body in seeds()]
+    # A slot of a proof that is begun and left waits for this process to end (LAWS A1): not here.
+    bodies = [body for body in seeds() if not isinstance(body, m.Prove)]
+    honest = [msgspec.msgpack.encode([7, body]) for body in bodies]
     raw = RawSession(scene.daemon.socket)
     answered = hung_up = 0
     try:

@@ -292,6 +292,7 @@ EVERY_REQUEST = [
     m.Adopt(b"", b"", b""),
     m.Observe(0, 0, 4, b"", b""),
     m.Heartbeat(),
+    m.Timings([], [], []),
     m.Quiesced(),
     m.Status(),
     m.Check(),

@@ -90,12 +90,13 @@ def test_check_of_a_running_daemon(scene: Scene) -> None:
 
 BROKEN_LAW = """
 import sys
-from kvstore.store import Store
+from kvstore import checks
 
-def check(self):
+def check(group):
     raise RuntimeError("3 pins in the index, 2 held by leases")
+    yield
 
-Store.check = check
+checks._group = check
 from kvstore.cli import main
 main(sys.argv[1:])
 """
@@ -107,10 +108,10 @@ def test_a_broken_law_is_exit_status_1(stage: Scene, tmp_path: Path) -> None:
     daemon = stage.keep(RealDaemon(tmp_path_of(stage), program=(str(program),))).start()
     done = kvstore("check", "--config", str(daemon.config))
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == "BROKEN: 3 pins in the index, 2 held by leases\n"
+    assert done.stdout == "BROKEN: group default: 3 pins in the index, 2 held by leases\n"
     done = kvstore("check", "--config", str(daemon.config), "--json")
     assert done.returncode == 1
-    assert json.loads(done.stdout) == {"ok": False, "broken": "3 pins in the index, 2 held by leases"}
+    assert json.loads(done.stdout) == {"ok": False, "broken": "group default: 3 pins in the index, 2 held by leases"}
 
 
 def tmp_path_of(stage: Scene) -> Path:

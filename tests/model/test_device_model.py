@@ -17,6 +17,8 @@ from kvstore import _native
 from kvstore._native import NONE
 from kvstore.block_tables import Demotion, Table
 from kvstore.events import EventKind
+from kvstore.rpc.messages import Timings
+from kvstore.rpc.timings import record
 from kvstore.testing import SessionDriver, write_slot
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.types import Tier
@@ -33,6 +35,14 @@ class DeviceMachine(StoreMachine):
         self.indexed: dict[bytes, set[bytes]] = {}  # engine → keys on its device, by events
         self.device_sequence = 0
 
+    @precondition(lambda self: self.world.sessions)
+    @rule(pick=PICK, prompt=st.integers(0, 400), reused=st.integers(0, 400))
+    def timings(self, pick, prompt, reused) -> None:
+        """A connector says what a request reused, truly or not."""
+        caller = self.session(pick).caller
+        said = [(caller.tenants[pick % len(caller.tenants)], 0.5, max(prompt, reused), reused)]
+        record(caller, Timings(said, [(prompt, 0.25)], [("load", 1, 4096, 0.001)]))
+
     # ---- what the engine does ----------------------------------------------------------------------------
 
     def memory_of(self, session: SessionDriver) -> list[bytes]:
@@ -48,7 +58,7 @@ class DeviceMachine(StoreMachine):
             self.device_sequence = event.sequence
             if event.tier is Tier.GPU:
                 held = self.indexed.setdefault(event.engine, set())
-                keys = {key.tobytes() for key in event.keys}
+                keys = held.copy() if event.kind is EventKind.CLEARED else {k.tobytes() for k in event.keys}
                 held.update(keys) if event.kind is EventKind.STORED else held.difference_update(keys)
         for engine in self.world.group.engines.values():
             truth = engine.device.keys()

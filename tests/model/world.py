@@ -256,6 +256,7 @@ class World:
 
     def check(self) -> None:
         self.store.check()
+        self.check_tokens()
         self.check_bytes()
         self.check_prefixes()
         for held in self.held:
@@ -267,6 +268,22 @@ class World:
                 above = self.above(self.group.index.keys(pinned).tobytes())
                 assert above >= set(rows(held.chain, 0, held.blocks)), "a pin above the match"
             assert all(self.readable(key) or key in self.hollow for key in host), "a lease lost its bytes"
+
+    def check_tokens(self) -> None:
+        """Tokens asked >= hit >= saved for each tenant, and all of them are the blocks that were counted."""
+        counters, tenants = self.group.counters, self.group.meters.tenants
+        assert set(tenants) <= {
+            "alice",
+            "bob",
+            "red",
+        }  # red: two tenants in one session, under the shared root
+        size = LAYOUTS[0].block_tokens
+        for tokens in tenants.values():
+            assert tokens.lookup >= sum(tokens.hit.values()) >= tokens.saved >= 0
+        assert sum(tokens.lookup for tokens in tenants.values()) == size * counters.lookup_blocks
+        by_tier = {tier: sum(t.hit[tier] for t in tenants.values()) for tier in (Tier.GPU, Tier.HOST)}
+        assert by_tier == {tier: size * blocks for tier, blocks in counters.hit_blocks_by_tier.items()}
+        assert sum(by_tier.values()) == size * counters.hit_blocks
 
     def check_bytes(self) -> None:
         """Every READY block holds the bytes of its key."""

@@ -191,7 +191,7 @@ def test_an_adoption_that_is_refused_late_changes_nothing(session: SessionDriver
         session.adopt(swapped, [0, 1, 2])
     assert session.engine.device.counts()["free"] == BLOCKS
     assert len(session.caller.group.leases) == 0
-    session.caller.group.leases._per_session_max = 0
+    session.caller.group.leases.per_session_max = 0
     with pytest.raises(LimitExceeded):
         session.adopt(chain, [0, 1, 2])
     assert session.engine.device.counts()["free"] == BLOCKS

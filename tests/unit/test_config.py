@@ -8,7 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.config import Config, DaemonConfig, EventsConfig, HostConfig, IndexConfig, TenantConfig
+from kvstore.config import (
+    Config,
+    DaemonConfig,
+    EventsConfig,
+    HostConfig,
+    IndexConfig,
+    MetricsConfig,
+    TenantConfig,
+)
 from kvstore.errors import ConfigError
 from kvstore.types import Reuse
 
@@ -99,13 +107,21 @@ def test_other_variables_are_not_ours() -> None:
     assert Config.load(None, {"KVSTORE_HOME": "/x", "HOST__THREADS": "9", "PATH": "/bin"}) == Config()
 
 
-TABLES = {"daemon": DaemonConfig, "host": HostConfig, "index": IndexConfig, "events": EventsConfig}
+TABLES = {
+    "daemon": DaemonConfig,
+    "host": HostConfig,
+    "index": IndexConfig,
+    "events": EventsConfig,
+    "metrics": MetricsConfig,
+}
 KEYS = [(table, field.name) for table, struct in TABLES.items() for field in msgspec.structs.fields(struct)]
 ANOTHER = {
     "daemon.socket": "/run/other.sock",
     "daemon.socket_mode": "0666",
     "daemon.secrets_file": "/etc/secrets.toml",
     "daemon.log_level": "debug",
+    "daemon.state_dir": "/var/lib/kvstore",
+    "metrics.listen": "127.0.0.1:9464",
     "daemon.heartbeat_s": "0.5",
     "daemon.stale_after_s": "9.5",
     "host.capacity_bytes": "3GiB",
@@ -265,6 +281,10 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ("host.threads", ["-1", "1025"]),
         ("index.nodes_max", ["15", "2147483649"]),
         ("events.log_max", ["0", "10000001"]),
+        (
+            "metrics.listen",
+            ["9464", ":9464", "127.0.0.1:http", "h:70000", "h:-1", "unix:", "unix:/" + "x" * 107],
+        ),
     ],
 )
 def test_ranges(key: str, bad: list[str]) -> None:

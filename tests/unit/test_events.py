@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.events import KEYS_PER_EVENT, EventKind, EventLog, KVEvent
+from kvstore.testing import SimClock
 from kvstore.types import Tier
 
 EPOCH, OTHER = b"e" * 16, b"o" * 16
@@ -124,3 +125,28 @@ def test_large_events_leave_the_log_earlier() -> None:
     kept = log.since(log.epoch, log.sequence - 1)
     assert [len(event.keys) for event in kept.events] == [len(big)]
     assert sum(len(event.keys) for event in log._ring) <= 10 * KEYS_PER_EVENT
+
+
+def test_lag_is_that_of_the_slowest_subscriber_that_says_what_it_heard() -> None:
+    clock = SimClock()
+    log = EventLog(EPOCH, 3, clock)
+    silent, slow, fast = (log.listen(lambda: None) for _ in range(3))
+    assert (log.lag().events, log.lag().seconds) == (0, 0.0)
+    log.heard(slow, 0)
+    log.heard(fast, 0)
+    log.heard(99, 0)  # nobody
+    for _ in range(2):
+        clock.advance(1.0)
+        log.append(EventKind.STORED, Tier.HOST, keys_of(1))
+    clock.advance(0.5)
+    log.heard(fast, 2)
+    assert (log.lag().events, log.lag().seconds) == (2, 1.5)
+    log.heard(slow, 1)
+    assert (log.lag().events, log.lag().seconds) == (1, 0.5)
+    for _ in range(10):  # what it waits for has left the ring
+        log.append(EventKind.STORED, Tier.HOST, keys_of(1))
+    assert (log.lag().events, log.lag().seconds) == (11, 0.0)
+    log.unlisten(slow)
+    log.unlisten(fast)
+    log.unlisten(silent)
+    assert log.lag().events == 0

@@ -120,7 +120,7 @@ def test_fetch_stays_inside_the_match(session: SessionDriver) -> None:
 def test_leases_are_limited(driver: StoreDriver, session: SessionDriver) -> None:
     chain = session.chain(tokens(1))
     session.save(chain)
-    session.caller.group.leases._per_session_max = 2
+    session.caller.group.leases.per_session_max = 2
     leases = [session.lookup(chain).lease for _ in range(2)]
     with pytest.raises(LimitExceeded, match="leases_max = 2"):
         session.lookup(chain)

@@ -225,6 +225,9 @@ class ScriptedDaemon:
     def on_heartbeat(self, *_: Any) -> Any:
         return m.Done()
 
+    def on_timings(self, *_: Any) -> Any:
+        return m.Done()
+
     def on_quiesced(self, *_: Any) -> Any:
         return m.Quieted(len(self.fillings))
 

@@ -12,7 +12,7 @@ little-endian bytes (uint32 unless said otherwise), keys as 32 bytes each. Block
     Lookup, Extend, Fetch, Report, Release   reading
     Reserve, Publish, Abort                  writing
     Acquire, Commit, Adopt, Observe          the device pool
-    Heartbeat, Quiesced, Status, Check
+    Heartbeat, Timings, Quiesced, Status, Check
 """
 
 from __future__ import annotations
@@ -66,11 +66,13 @@ from kvstore.rpc.messages.life import (
     Status,
     StatusReport,
 )
+from kvstore.rpc.messages.timings import TIMINGS_MAX, Timings
 
 __all__ = [
     "FRAME_BYTES_MAX",
     "NUMBERS_MAX",
     "PROTOCOL_VERSION",
+    "TIMINGS_MAX",
     "Abort",
     "Acquire",
     "Acquired",
@@ -114,6 +116,7 @@ __all__ = [
     "Reserved",
     "Status",
     "StatusReport",
+    "Timings",
     "pattern",
 ]
 
@@ -142,6 +145,7 @@ Request = (
     | Adopt
     | Observe
     | Heartbeat
+    | Timings
     | Quiesced
     | Status
     | Check

@@ -1,0 +1,185 @@
+"""Reload on SIGHUP: what may change while engines are attached, and what has to wait for a restart.
+
+    at once            log level, limits and times of [daemon], new tenants of existing groups (and their
+                       salts), tenants that may not attach any more, the reuse that a tenant may ask for
+    after a restart    everything else: sockets, arenas, groups, salts and groups of tenants that exist
+
+Sessions that are attached keep the roots that they were given. A file with a mistake changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from kvstore.config import Config, DaemonConfig, Salts, TenantConfig
+from kvstore.errors import ConfigError
+from kvstore.logs import set_level
+from kvstore.small_files import read_small
+from kvstore.store import Store
+from kvstore.tenants import Tenants
+
+__all__ = ["Change", "Reloader", "change"]
+
+log = structlog.get_logger()
+
+LIVE_KEYS = frozenset(
+    {
+        "daemon.heartbeat_s",
+        "daemon.stale_after_s",
+        "daemon.attach_timeout_s",
+        "daemon.stall_s",
+        "daemon.sessions_max",
+        "daemon.leases_max",
+        "daemon.log_level",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a new configuration makes of the one that runs.
+
+    Attributes:
+        config: to run with from now on.
+        applied: keys that changed.
+        restart: keys that changed and keep their old value until a restart.
+    """
+
+    config: Config
+    applied: tuple[str, ...]
+    restart: tuple[str, ...]
+
+
+def change(old: Config, new: Config) -> Change:
+    """Take from `new` what may change while the daemon runs."""
+    applied: list[str] = []
+    restart: list[str] = []
+    tables: dict[str, Any] = {}
+    for table in (field.name for field in msgspec.structs.fields(Config) if field.name != "tenants"):
+        before, after = getattr(old, table), getattr(new, table)
+        fresh = {}
+        for key in (field.name for field in msgspec.structs.fields(type(before))):
+            path = f"{table}.{key}"
+            if getattr(before, key) == getattr(after, key):
+                continue
+            if path in LIVE_KEYS:
+                fresh[key] = getattr(after, key)
+                applied.append(path)
+            else:
+                restart.append(path)
+        tables[table] = msgspec.structs.replace(before, **fresh)
+    tenants = _tenants(old, new, applied, restart)
+    return Change(Config(**tables, tenants=tenants), tuple(applied), tuple(restart))
+
+
+def _tenants(old: Config, new: Config, applied: list[str], restart: list[str]) -> tuple[TenantConfig, ...]:
+    known = {tenant.name: tenant for tenant in old.tenants}
+    kept = []
+    for tenant in new.tenants:
+        before = known.pop(tenant.name, None)
+        if before is not None and before.group != tenant.group:
+            restart.append(f"tenants.{tenant.name}.group")
+            tenant = msgspec.structs.replace(tenant, group=before.group)
+        elif before is None and tenant.group not in old.groups():
+            restart.append(f"tenants.{tenant.name} (its group {tenant.group} has no arena yet)")
+            continue
+        if tenant != before:
+            applied.append(f"tenants.{tenant.name}")
+        kept.append(tenant)
+    # A group whose last tenant goes keeps its arena; only a restart gives that memory back.
+    left = {tenant.group for tenant in kept}
+    for tenant in known.values():
+        if tenant.group in left:
+            applied.append(f"tenants.{tenant.name} (no longer attaches)")
+        else:
+            restart.append(f"tenants.{tenant.name} (last of group {tenant.group})")
+            kept.append(tenant)
+            left.add(tenant.group)
+    return tuple(kept)
+
+
+class Reloader:
+    """Reads the configuration again and applies it.
+
+    Args:
+        store: gets limits and tenants.
+        salts: that run now.
+        tell: others who hold limits of [daemon].
+    """
+
+    def __init__(self, store: Store, salts: Salts, tell: Callable[[DaemonConfig], None]) -> None:
+        self._store = store
+        self._salts = salts
+        self._tell = tell
+        self._origin = store.config.origin
+
+    async def reload(self) -> None:
+        """Never raises for what is in the files: a mistake is logged, and the old configuration goes on."""
+        try:
+            changed, salts = await self._read()
+        except ConfigError as error:
+            log.error("configuration not reloaded; the old one goes on", reason=str(error))
+            return
+        config = changed.config
+        if self._origin is not None:
+            msgspec.structs.force_setattr(config, "_origin", self._origin)
+        self._salts = salts
+        store = self._store
+        store.config, store.tenants = config, Tenants(config, salts)
+        for group in store.groups.values():
+            group.reconfigure(config)
+        self._tell(config.daemon)
+        set_level(config.daemon.log_level)
+        for key in changed.restart:
+            log.warning("configuration key not applied", key=key, fix="restart to apply")
+        log.info("configuration reloaded", applied=list(changed.applied))
+
+    async def _read(self) -> tuple[Change, Salts]:
+        origin = self._origin
+        if origin is None:
+            raise ConfigError("it was not loaded from a file, the environment or flags")
+        text = None if origin.file is None else await _text(origin.file, "")
+        new = Config.load(origin.file, origin.environ, origin.flags, text)
+        changed = change(self._store.config, new)
+        return changed, await self._merged_salts(changed)
+
+    async def _merged_salts(self, changed: Change) -> Salts:
+        """Salts of those who have some stay; newcomers get theirs from the file."""
+        config, old = changed.config, self._salts
+        if config.daemon.secrets_file:
+            path = Path(config.daemon.secrets_file)
+            found = Salts.load(config, await _text(path, "daemon.secrets_file: "))
+        else:
+            found = Salts.load(config)
+        for kind, before, after in (
+            ("tenants", old.tenants, found.tenants),
+            ("groups", old.groups, found.groups),
+        ):
+            moved = [name for name in after if name in before and before[name] != after[name]]
+            if config.daemon.secrets_file:
+                for name in moved:
+                    log.warning(
+                        "configuration key not applied", key=f"salt of {kind}.{name}", fix="restart to apply"
+                    )
+        salts = Salts({**found.tenants, **old.tenants}, {**found.groups, **old.groups})
+        values = [*salts.tenants.values(), *salts.groups.values()]
+        if len(set(values)) < len(values):
+            raise ConfigError(
+                "daemon.secrets_file: a new salt equals one that is in use; names need their own"
+            )
+        return salts
+
+
+async def _text(path: Path, key: str) -> str:
+    try:
+        return (await read_small(path)).decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{key}{path} cannot be read: {error.strerror}") from None

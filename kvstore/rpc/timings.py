@@ -1,0 +1,70 @@
+"""Timings of clients on their way into a group's meters: everything is checked before anything counts."""
+
+from __future__ import annotations
+
+from kvstore.errors import BadRequest
+from kvstore.group import Caller
+from kvstore.meters import Meters
+from kvstore.rpc.messages import TIMINGS_MAX, Timings
+
+__all__ = ["record"]
+
+# What a client can have measured; beyond it a clock or a counter of it is broken.
+SECONDS_MAX = 7 * 86_400.0
+TOKENS_MAX = 1 << 31
+BYTES_MAX = 1 << 50
+CLIENT_KINDS = frozenset({"load", "store", "demote"})
+
+
+def record(caller: Caller, said: Timings) -> None:
+    """Add a client's timings to the meters of its group: all of them or none.
+
+    Raises:
+        BadRequest: names the field; nothing was counted.
+    """
+    _check(caller, said)
+    meters: Meters = caller.group.meters
+    for tenant, ttft_s, _, reused in said.requests:
+        meters.observe_ttft(ttft_s, reused > 0, tenant)
+        meters.observe_saved(reused, tenant)
+    for tokens, seconds in said.prefills:
+        meters.observe_prefill(tokens, seconds)
+    for kind, copies, size_bytes, seconds in said.transfers:
+        meters.observe_transfer(kind, copies, size_bytes, seconds)
+    meters.lost_timings += said.lost
+
+
+def _check(caller: Caller, said: Timings) -> None:
+    for field, entries in (("requests", said.requests), ("prefills", said.prefills)):
+        if len(entries) > TIMINGS_MAX:
+            raise BadRequest(f"timings.{field}: at most {TIMINGS_MAX} at once, got {len(entries)}")
+    if len(said.transfers) > len(CLIENT_KINDS):
+        raise BadRequest(f"timings.transfers: one entry for each of {', '.join(sorted(CLIENT_KINDS))}")
+    for tenant, ttft_s, prompt, reused in said.requests:
+        if tenant not in caller.tenants:
+            raise BadRequest(f"timings.requests: {tenant!r:.80} is not a tenant of this session")
+        _seconds("requests", ttft_s)
+        if not 0 <= reused <= prompt <= TOKENS_MAX:
+            raise BadRequest(f"timings.requests: {reused} of {prompt} prompt tokens cannot be reused")
+    for tokens, seconds in said.prefills:
+        _seconds("prefills", seconds)
+        _count("prefills", tokens, TOKENS_MAX)
+    for kind, copies, size_bytes, seconds in said.transfers:
+        if kind not in CLIENT_KINDS:
+            raise BadRequest(
+                f"timings.transfers: kind {kind!r:.20} is none of {', '.join(sorted(CLIENT_KINDS))}"
+            )
+        _seconds("transfers", seconds)
+        _count("transfers", copies, TOKENS_MAX)
+        _count("transfers", size_bytes, BYTES_MAX)
+    _count("lost", said.lost, TOKENS_MAX)
+
+
+def _seconds(field: str, value: float) -> None:
+    if not 0.0 <= value <= SECONDS_MAX:  # false for NaN too
+        raise BadRequest(f"timings.{field}: {value} is not a duration of 0 to {SECONDS_MAX:g} seconds")
+
+
+def _count(field: str, value: int, most: int) -> None:
+    if not 0 <= value <= most:
+        raise BadRequest(f"timings.{field}: need counts of 0 to {most}, got {value}")

@@ -1,0 +1,115 @@
+"""What a daemon does beside answering, on its own loop: learnt state is saved, signals are heard."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from kvstore import housekeeping, learnt
+from kvstore.config import Config, Salts
+from kvstore.housekeeping import Housekeeping
+from kvstore.learnt import FILE_NAME, StateDir
+from kvstore.meters import Meters
+from kvstore.rpc.server import SessionServer
+from kvstore.store import Store
+from kvstore.testing import SimClock
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20.0):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.001)
+
+
+class House:
+    """A store with a session server and its housekeeping, in the test's loop."""
+
+    def __init__(self, config: Config) -> None:
+        salts = Salts.load(config)
+        self.store = Store(config, salts, SimClock())
+        self.store.open()
+        self.sessions = SessionServer(self.store, asyncio.get_running_loop())
+        self.sessions.open()
+        self.house = Housekeeping(self.store, salts)
+
+    async def __aenter__(self) -> House:
+        await self.house.restore()
+        await self.house.open(self.sessions)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.house.close()
+        await self.house.close()
+        self.sessions.close()
+        self.store.close()
+
+    def learn(self) -> None:
+        self.store.groups["default"].meters.observe_prefill(100, 0.5)
+
+
+@pytest.fixture
+def kept(config: Config, tmp_path: Path) -> Config:
+    return msgspec.structs.replace(
+        config, daemon=msgspec.structs.replace(config.daemon, state_dir=str(tmp_path / "state"))
+    )
+
+
+async def test_what_is_learnt_is_saved_now_and_then(
+    kept: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "SAVE_PERIOD_S", 0.001)
+    file = tmp_path / "state" / FILE_NAME
+    async with House(kept) as house:
+        house.learn()
+        await until(lambda: file.exists() and b"100" in file.read_bytes())
+        written = file.stat().st_ino
+        await until(lambda: house.house._saved == file.read_bytes())
+        turns = 0
+
+        def counted(meters: Mapping[str, Meters]) -> bytes:
+            nonlocal turns
+            turns += 1
+            return written_as(meters)
+
+        written_as = learnt.written
+        monkeypatch.setattr(learnt, "written", counted)
+        await until(lambda: turns > 10)
+        assert file.stat().st_ino == written, "nothing new, nothing written"
+
+
+async def test_a_state_directory_that_goes_away_is_a_warning(
+    kept: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "SAVE_PERIOD_S", 0.001)
+    with capture_logs() as lines:
+        async with House(kept) as house:
+            shutil.rmtree(tmp_path / "state")
+            house.learn()
+            await until(lambda: any(line["event"] == "learnt state not saved" for line in lines))
+            house.store.check()
+    told = next(line for line in lines if line["event"] == "learnt state not saved")
+    assert told["path"].endswith(FILE_NAME) and "daemon.state_dir" in told["fix"]
+
+
+async def test_hang_up_reloads_and_ends_with_the_daemon(config: Config) -> None:
+    with capture_logs() as lines:
+        async with House(config):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await until(lambda: any("not loaded from a file" in line.get("reason", "") for line in lines))
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+async def test_the_lock_ends_with_the_daemon(kept: Config, tmp_path: Path) -> None:
+    async with House(kept):
+        pass
+    StateDir(tmp_path / "state").close()
