@@ -1,0 +1,117 @@
+"""Where values come from: files, environment and flags, and errors that name the key and its origin."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvstore.errors import ConfigError
+
+__all__ = ["anchor_secrets", "assign", "explain", "parse_bytes", "parse_units", "read_file"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    f"{letter}ib": 1 << (10 * (power + 1)) for power, letter in enumerate("kmgt")
+}
+
+
+def parse_bytes(text: str | int, key: str) -> int:
+    """Bytes from 4GiB, 512MiB, 1.5GB or a number.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise ConfigError(f"{key}: {text!r} is not a size; write e.g. 4GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """A TOML file's tables.
+
+    Raises:
+        ConfigError: absent, unreadable or not TOML.
+    """
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such configuration file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+
+
+def anchor_secrets(merged: dict[str, Any], file: Path) -> None:
+    """A relative secrets_file in the file is relative to the file, wherever the daemon is started."""
+    daemon = merged.get("daemon")
+    if isinstance(daemon, dict) and isinstance(daemon.get("secrets_file"), str) and daemon["secrets_file"]:
+        daemon["secrets_file"] = str(file.parent / daemon["secrets_file"])
+
+
+def assign(merged: dict[str, Any], path: str, value: str, origin: str) -> None:
+    """Set `table.key` from text.
+
+    Raises:
+        ConfigError: not of that form, or not settable from outside the file; starts with `origin`.
+    """
+    table, dot, key = path.partition(".")
+    if not dot or "." in key:
+        raise ConfigError(f"{origin}: need a key of the form table.key, got {path!r}")
+    if table == "tenants":
+        raise ConfigError(f"{origin}: tenants are set in the file only")
+    inner = merged.setdefault(table, {})
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{table}: must be a table")
+    inner[key] = value
+
+
+def parse_units(merged: dict[str, Any]) -> None:
+    """Sizes and modes that are written as text become numbers, in place.
+
+    Raises:
+        ConfigError: one is neither.
+    """
+    for table, inner in merged.items():
+        if isinstance(inner, dict):
+            for key, value in inner.items():
+                if key.endswith(("_bytes", "_bytes_max")):
+                    inner[key] = parse_bytes(value, f"{table}.{key}")
+                elif key == "socket_mode" and isinstance(value, str):
+                    inner[key] = _octal(value, f"{table}.{key}")
+
+
+def _octal(text: str, key: str) -> int:
+    try:
+        return int(text, 8)
+    except ValueError:
+        raise ConfigError(f"{key}: {text!r} is not an octal mode such as 0600") from None
+
+
+def explain(message: str, source: Mapping[str, str], tables: Mapping[str, type[msgspec.Struct]]) -> str:
+    """msgspec says "… - at `$.host.capacity_bytes`": put the key first, name its origin, guess the typo."""
+    text, _, at = message.partition(" - at `$")
+    path = at.rstrip("`").lstrip(".")
+    unknown = re.search(r"unknown field `([^`]+)`", text)
+    if unknown:
+        path = f"{path}.{unknown[1]}".lstrip(".")
+        table = path.rpartition(".")[0].split("[")[0]
+        near = difflib.get_close_matches(unknown[1], _known(tables, table), 1)
+        text = "unknown key" + (
+            f"; did you mean {near[0]}?" if near else f"; known: {', '.join(_known(tables, table))}"
+        )
+    origin = source.get(path) or source.get("", "defaults")
+    return f"{path or 'configuration'}: {text} (from {origin})"
+
+
+def _known(tables: Mapping[str, type[msgspec.Struct]], table: str) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(tables.get(table, tables[""]))]

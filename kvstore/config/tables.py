@@ -1,0 +1,123 @@
+"""The tables of the configuration: their keys, defaults, meaning and limits."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from kvstore.types import Reuse
+
+__all__ = ["RANGES", "DaemonConfig", "EventsConfig", "HostConfig", "IndexConfig", "Table", "TenantConfig"]
+
+
+def default_socket() -> str:
+    """A path of this user's: in $XDG_RUNTIME_DIR, in /run for root, else with the uid in /tmp."""
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    if folder:
+        return f"{folder}/kvstore.sock"
+    return "/run/kvstore.sock" if os.geteuid() == 0 else f"/tmp/kvstore-{os.geteuid()}.sock"
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the configuration tables."""
+
+
+class DaemonConfig(Table, frozen=True):
+    """[daemon]
+
+    Attributes:
+        socket: path of the Unix socket.
+        socket_mode: permission bits of the socket.
+        secrets_file: TOML with the tenants' salts; empty = random salts for the life of the daemon.
+        heartbeat_s: clients send something at least this often.
+        stale_after_s: without a word for this long a session's pins become revocable.
+        attach_timeout_s: a connection that has not attached by then is closed.
+        stall_s: a slot being filled for longer than this may be filled by another session too.
+        sessions_max: most connections at once.
+        leases_max: most leases of one session.
+        self_check_s: the daemon checks its own laws this often, in the background (0 = never).
+        log_level: debug, info, warning or error.
+    """
+
+    socket: str = msgspec.field(default_factory=default_socket)
+    socket_mode: int = 0o600
+    secrets_file: str = ""
+    heartbeat_s: float = 1.0
+    stale_after_s: float = 5.0
+    attach_timeout_s: float = 10.0
+    stall_s: float = 5.0
+    sessions_max: int = 2048
+    leases_max: int = 8192
+    self_check_s: float = 60.0
+    log_level: str = "info"
+
+
+class HostConfig(Table, frozen=True):
+    """[host]
+
+    Attributes:
+        capacity_bytes: size of one trust group's arena; every group has its own.
+        slab_bytes: unit in which the arena changes hands between block sizes; a block must fit in one.
+        huge_pages: ask for 2 MiB pages.
+        lock: mlock the arena.
+        threads: threads that prefault it at start (0 = all cores).
+    """
+
+    capacity_bytes: int = 1 << 30
+    slab_bytes: int = 32 << 20
+    huge_pages: bool = True
+    lock: bool = False
+    threads: int = 0
+
+
+class IndexConfig(Table, frozen=True):
+    """[index]
+
+    Attributes:
+        nodes_max: most block keys known at once, hollow ones included (about 96 bytes each).
+    """
+
+    nodes_max: int = 4_000_000
+
+
+class EventsConfig(Table, frozen=True):
+    """[events]
+
+    Attributes:
+        log_max: events kept for subscribers that fell behind; older ones need a snapshot.
+    """
+
+    log_max: int = 10_000
+
+
+class TenantConfig(Table, frozen=True):
+    """[[tenants]]
+
+    Attributes:
+        name: letters, digits, `_.-`.
+        group: trust group = arena = fault domain; its members may share.
+        reuse: the most this tenant's requests may ask for: none, own or group.
+    """
+
+    name: str
+    group: str = "default"
+    reuse: Reuse = Reuse.OWN
+
+
+# key → (least, most); limits with their reason beside them.
+RANGES: dict[str, tuple[float, float]] = {
+    "daemon.heartbeat_s": (0.05, 60),
+    "daemon.stale_after_s": (0.1, 3600),
+    "daemon.attach_timeout_s": (0.1, 600),
+    "daemon.stall_s": (0.05, 3600),
+    "daemon.sessions_max": (1, 65_536),
+    "daemon.leases_max": (1, 1 << 24),
+    "daemon.self_check_s": (0, 86_400),
+    "daemon.socket_mode": (0, 0o777),
+    "host.capacity_bytes": (2 << 20, 1 << 44),  # slot ids are 32-bit page numbers: 16 TiB
+    "host.slab_bytes": (2 << 20, 1 << 30),  # no slab may cross a 1 GiB registration border
+    "host.threads": (0, 256),  # native/src/arena.cc: kThreadsMax
+    "index.nodes_max": (16, 1 << 31),
+    "events.log_max": (1, 10_000_000),
+}
