@@ -10,14 +10,19 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from kvstore import __version__
 from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
+from kvstore.rpc.endpoints import free_endpoints
 from kvstore.rpc.server import SessionServer, free_path
 from kvstore.store import Store
+
+if TYPE_CHECKING:
+    from kvstore.rpc.api.server import GrpcServer
 
 __all__ = ["Daemon", "configure_logs", "serve"]
 
@@ -36,6 +41,8 @@ class Daemon:
         self.config = config
         self.store = Store(config, Salts.load(config), clock or MonotonicClock())
         self._server: SessionServer | None = None
+        self.api: GrpcServer | None = None
+        """The public API, while it listens."""
 
     def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Make the arenas (slow: every page is touched); `progress(group, bytes ready, bytes in all)`.
@@ -45,6 +52,7 @@ class Daemon:
             OutOfMemory: names the key to lower.
         """
         free_path(Path(self.config.daemon.socket))
+        free_endpoints(self.config)
         _raise_file_limit()
         self.store.open(progress)
 
@@ -52,6 +60,24 @@ class Daemon:
         """Open the socket: from now on engines may attach."""
         self._server = SessionServer(self.store, loop)
         self._server.open()
+
+    async def open_api(self) -> None:
+        """Open the gRPC API where `grpc.listen` says, if anywhere.
+
+        Raises:
+            ConfigError: an address is in use or cannot be bound.
+        """
+        if self.config.grpc.listen:
+            from kvstore.rpc.api.server import GrpcServer  # half of a start-up's imports, not needed when off
+
+            self.api = GrpcServer(self.store)
+            await self.api.open()
+
+    async def close_api(self) -> None:
+        """End the gRPC API: calls may finish within `grpc.stop_s`."""
+        api, self.api = self.api, None
+        if api is not None:
+            await api.close()
 
     def close(self) -> None:
         """Close every session, remove the socket, drop the arenas."""
@@ -103,10 +129,12 @@ async def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         daemon.listen(loop)
+        await daemon.open_api()
         log.info(
             "kvstore serves",
             version=__version__,
             socket=config.daemon.socket,
+            grpc=daemon.api.addresses if daemon.api is not None else [],
             pid=os.getpid(),
             groups=config.groups(),
             capacity_bytes=config.host.capacity_bytes,
@@ -118,6 +146,7 @@ async def serve(
         await stop.wait()
         log.info("kvstore stops")
     finally:
+        await daemon.close_api()
         daemon.close()
 
 

@@ -26,8 +26,9 @@ from kvstore.keys import KEY_BYTES
 from kvstore.leases import Lease, LeaseState
 from kvstore.memory import open_memory
 from kvstore.policy import reload
+from kvstore.tenants import Tenants
 from kvstore.transfers import Filling
-from kvstore.types import FetchPlan, Namespace, Reuse
+from kvstore.types import FetchPlan, Namespace
 
 __all__ = ["Match", "Published", "Reservation", "Store"]
 
@@ -86,8 +87,7 @@ class Store:
         self.clock = clock
         self.epoch = os.urandom(16)
         self.groups: dict[str, Group] = {}
-        self._salts = salts
-        self._tenants = {tenant.name: tenant for tenant in config.tenants}
+        self.tenants = Tenants(config, salts)
 
     def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Make every group's arena; `progress(group, bytes ready, bytes in all)`.
@@ -115,30 +115,14 @@ class Store:
             BadRequest: none named, or of several groups (an engine maps one arena).
             Refused: a tenant is not configured.
         """
-        if not tenants:
-            raise BadRequest("tenants: name at least one")
-        if len(tenants) != len(set(tenants[: len(self._tenants) + 1])):
-            raise BadRequest("tenants: name each configured tenant at most once")
-        for name in tenants:
-            if name not in self._tenants:
-                raise Refused(f"tenants: {name!r:.80} is not configured on this daemon")
-        names = {self._tenants[name].group for name in tenants}
-        if len(names) > 1:
-            raise BadRequest(f"tenants: of several trust groups ({', '.join(sorted(names))}); attach to each")
-        return self.groups[names.pop()]
+        return self.groups[self.tenants.group_of(tenants)]
 
     def roots(self, group: Group, tenants: list[str], namespace: Namespace) -> dict[str, dict[str, bytes]]:
         """Roots that these tenants may use in a namespace: tenant → "own" / "group" → 32 bytes."""
         out: dict[str, dict[str, bytes]] = {}
         for name in tenants:
-            tenant = self._tenants[name]
-            out[name] = {}
-            if tenant.reuse is not Reuse.NONE:
-                key = namespace.root(self._salts.tenants[name])
-                out[name][Reuse.OWN] = group.add_root(key, name, Reuse.OWN).key
-            if tenant.reuse is Reuse.GROUP:
-                key = namespace.root(self._salts.groups[group.name])
-                out[name][Reuse.GROUP] = group.add_root(key, group.name, Reuse.GROUP).key
+            origins = self.tenants.origins(name, namespace.digest).values()
+            out[name] = {o.reuse: group.add_root(o.key, o.owner, o.reuse).key for o in origins}
         return out
 
     # ---- reading -----------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ __all__ = [
     "Span",
     "Tier",
     "align",
+    "root_of",
 ]
 
 CELL_ALIGN = 64  # bytes: a cell starts on a cache line (native/src/types.h)
@@ -249,7 +250,12 @@ class Namespace:
         Args:
             salt: secret of a tenant or group, 16 to 64 bytes; empty only where sharing was declared.
         """
-        return hashlib.blake2b(self.digest, digest_size=32, key=salt, person=b"kvstore-rt-v1").digest()
+        return root_of(self.digest, salt)
+
+
+def root_of(digest: bytes, salt: bytes) -> bytes:
+    """`Namespace.root` of the namespace with this digest."""
+    return hashlib.blake2b(digest, digest_size=32, key=salt, person=b"kvstore-rt-v1").digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from kvstore.config.tables import (
     RANGES,
     DaemonConfig,
     EventsConfig,
+    GrpcConfig,
     HostConfig,
     IndexConfig,
     Table,
@@ -28,7 +29,16 @@ from kvstore.config.tables import (
 )
 from kvstore.errors import ConfigError
 
-__all__ = ["Config", "DaemonConfig", "EventsConfig", "HostConfig", "IndexConfig", "Salts", "TenantConfig"]
+__all__ = [
+    "Config",
+    "DaemonConfig",
+    "EventsConfig",
+    "GrpcConfig",
+    "HostConfig",
+    "IndexConfig",
+    "Salts",
+    "TenantConfig",
+]
 
 _ENV_PREFIX = "KVSTORE_"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -41,6 +51,7 @@ class Config(Table, frozen=True):
     host: HostConfig = HostConfig()
     index: IndexConfig = IndexConfig()
     events: EventsConfig = EventsConfig()
+    grpc: GrpcConfig = GrpcConfig()
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
 
     @staticmethod
@@ -99,6 +110,7 @@ def _tables() -> dict[str, type[msgspec.Struct]]:
         "host": HostConfig,
         "index": IndexConfig,
         "events": EventsConfig,
+        "grpc": GrpcConfig,
         "tenants": TenantConfig,
     }
 

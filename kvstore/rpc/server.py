@@ -251,8 +251,11 @@ class SessionServer:
         self._later.close()
 
 
-def free_path(path: Path) -> None:
+def free_path(path: Path, key: str = "daemon.socket") -> None:
     """Remove a socket that nobody listens on.
+
+    Args:
+        key: of the configuration that names it, for messages.
 
     Raises:
         ConfigError: a daemon listens there, or it is something else.
@@ -260,9 +263,7 @@ def free_path(path: Path) -> None:
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(
-            f"daemon.socket: {path} exists and is not a socket; remove it or choose another path"
-        )
+        raise ConfigError(f"{key}: {path} exists and is not a socket; remove it or choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -271,5 +272,5 @@ def free_path(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError as error:
-            raise ConfigError(f"daemon.socket: cannot tell who owns {path}: {error.strerror}") from None
-    raise ConfigError(f"daemon.socket: another daemon listens on {path}; stop it or choose another path")
+            raise ConfigError(f"{key}: cannot tell who owns {path}: {error.strerror}") from None
+    raise ConfigError(f"{key}: another daemon listens on {path}; stop it or choose another path")

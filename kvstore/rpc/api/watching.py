@@ -1,0 +1,115 @@
+"""Subscribe: a snapshot in parts, then events as they happen; without one from a position in the log."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.events import EventKind, KVEvent
+from kvstore.group import Group
+from kvstore.rpc.api.asking import TIERS
+from kvstore.rpc.api.failures import deadline
+from kvstore.types import Tier
+from kvstore.v1 import store_pb2 as pb
+
+__all__ = ["Watching"]
+
+# 256 KiB of keys, some 0.2 ms to gather.
+KEYS_PER_MESSAGE = 8192
+# Events taken out of the log at a time; meanwhile it may grow and lose its oldest.
+EVENTS_PER_TURN = 64
+_KINDS = {
+    EventKind.STORED: pb.EVENT_KIND_STORED,
+    EventKind.REMOVED: pb.EVENT_KIND_REMOVED,
+    EventKind.CLEARED: pb.EVENT_KIND_CLEARED,
+}
+
+
+class Watching:
+    """One Subscribe stream.
+
+    Args:
+        group: whose events.
+        context: of the call.
+        stall_s: longest wait for the caller to read.
+    """
+
+    def __init__(self, group: Group, context: Any, stall_s: float) -> None:
+        self._group = group
+        self._context = context
+        self._stall_s = stall_s
+
+    async def run(self, epoch: bytes, sequence: int) -> None:
+        """Until the caller leaves: everything after (epoch, sequence).
+
+        Raises:
+            DeadlineExceeded: the caller does not read.
+        """
+        log, wake = self._group.events, asyncio.Event()
+        listener = log.listen(wake.set)
+        try:
+            while True:
+                wake.clear()
+                replay = log.since(epoch, sequence, EVENTS_PER_TURN)
+                if replay.gap:
+                    epoch, sequence = log.epoch, await self._snapshot()
+                    continue
+                for event in replay.events:
+                    await self._event(event)
+                    sequence = event.sequence
+                if not replay.events:
+                    await wake.wait()
+        finally:
+            log.unlisten(listener)
+
+    async def _snapshot(self) -> int:
+        """Send what is readable; the sequence from which events complete it.
+
+        The parts are read one after the other while the store goes on. What changes meanwhile is in the events
+        after the sequence that was current at the beginning, so that the sum is right.
+        """
+        group, sequence = self._group, self._group.events.sequence
+        await self._part(sequence, pb.Snapshot(first=True, tier=pb.TIER_HOST))
+        nodes = group.host.ready_nodes()
+        for start in range(0, len(nodes), KEYS_PER_MESSAGE):
+            part = nodes[start : start + KEYS_PER_MESSAGE]
+            keys = group.index.keys(part[group.host.readable(part)])
+            await self._part(sequence, pb.Snapshot(tier=pb.TIER_HOST, keys=keys.tobytes()))
+        for engine in tuple(group.engines.values()):
+            for keys in _parts(engine.device.keys()):
+                snapshot = pb.Snapshot(tier=pb.TIER_GPU, engine=engine.id, keys=keys.tobytes())
+                await self._part(sequence, snapshot)
+        await self._part(sequence, pb.Snapshot(tier=pb.TIER_HOST), last=True)
+        return sequence
+
+    async def _part(self, sequence: int, snapshot: Any, *, last: bool = False) -> None:
+        await self._write(pb.SubscribeResponse(sequence=sequence, last=last, snapshot=snapshot))
+
+    async def _event(self, event: KVEvent) -> None:
+        """Send one event; more keys than one message takes are sent in several, each after the one before."""
+        parts = _parts(event.keys) or [event.keys]
+        parent = event.parent
+        for number, keys in enumerate(parts, 1):
+            message = pb.Event(
+                kind=_KINDS[event.kind],
+                tier=TIERS[Tier(event.tier)],
+                engine=event.engine,
+                parent=parent,
+                keys=keys.tobytes(),
+            )
+            last = number == len(parts)
+            await self._write(pb.SubscribeResponse(sequence=event.sequence, last=last, event=message))
+            parent = keys[-1].tobytes() if parent and len(keys) else b""
+
+    async def _write(self, message: Any) -> None:
+        message.epoch = self._group.events.epoch
+        why = f"subscribe: nothing was read for grpc.stall_s = {self._stall_s} s"
+        async with deadline(self._stall_s, why):
+            await self._context.write(message)
+
+
+def _parts(keys: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    return [keys[start : start + KEYS_PER_MESSAGE] for start in range(0, len(keys), KEYS_PER_MESSAGE)]
