@@ -38,7 +38,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         self._access.check(context.invocation_metadata(), Verb.ADMIN, tenant)
 
     @answers
-    async def Status(self, request: Any, context: Any) -> Any:  # noqa: N802  (names of the service)
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802  (names of the service)
         self._check(context)
         reply = pb.StatusResponse(epoch=self._store.epoch, version=__version__)
         reply.report.update(json.loads(json.dumps(status(self._store))))
@@ -52,7 +52,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         return reply
 
     @answers
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:  # noqa: N802
         self._check(context)
         try:
             self._store.check()
@@ -61,7 +61,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         return pb.CheckResponse(epoch=self._store.epoch, ok=True)
 
     @answers
-    async def Flush(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushResponse:  # noqa: N802
         """HOST is memory: it has nothing to write and outlives nothing. Tiers that do will be listed here."""
         self._check(context)
         host = pb.TierFlush(
@@ -70,7 +70,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         return pb.FlushResponse(epoch=self._store.epoch, tiers=[host])
 
     @answers
-    async def DropNamespace(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def DropNamespace(self, request: pb.DropNamespaceRequest, context: Any) -> pb.DropNamespaceResponse:  # noqa: N802
         self._check(context, request.tenant)
         if request.HasField("namespace") == bool(request.digest):
             raise BadRequest("digest: name the namespace by its digest or by its fields, one of the two")

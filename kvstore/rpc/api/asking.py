@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from kvstore.errors import BadRequest
@@ -25,7 +23,7 @@ TIERS = {
 }
 
 
-def found(epoch: bytes, asked: Asked, held: Held, lease_s: float) -> Any:
+def found(epoch: bytes, asked: Asked, held: Held, lease_s: float) -> pb.LookupResponse:
     """Answer to a lookup that found something."""
     return pb.LookupResponse(
         epoch=epoch,
@@ -39,7 +37,7 @@ def found(epoch: bytes, asked: Asked, held: Held, lease_s: float) -> Any:
     )
 
 
-def missed(epoch: bytes, asked: Asked) -> Any:
+def missed(epoch: bytes, asked: Asked) -> pb.LookupResponse:
     """Answer to a lookup that found nothing."""
     return pb.LookupResponse(
         epoch=epoch,
@@ -50,7 +48,7 @@ def missed(epoch: bytes, asked: Asked) -> Any:
     )
 
 
-def planned(epoch: bytes, asked: Asked) -> Any:
+def planned(epoch: bytes, asked: Asked) -> pb.PlanResponse:
     """Answer to a plan: walks the index and changes nothing at all."""
     blocks = _match(asked)
     plan = reload.plan(0, blocks) if blocks else FetchPlan(0, 0, (), _why(asked))
@@ -94,6 +92,6 @@ def _why(asked: Asked) -> str:
     return "nothing of this prompt is known" if len(asked) else "the prompt is shorter than one block"
 
 
-def _plan(plan: FetchPlan) -> Any:
+def _plan(plan: FetchPlan) -> pb.LoadPlan:
     spans = [pb.Span(tier=TIERS[s.tier], start=s.start, stop=s.stop) for s in plan.spans]
     return pb.LoadPlan(load_start=plan.load_start, load_stop=plan.load_stop, spans=spans, reason=plan.reason)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +57,7 @@ class Asked:
         return self.origin.key if self.origin is not None else b""
 
 
-async def resolve(store: Store, limits: GrpcConfig, chain: Any) -> Asked:
+async def resolve(store: Store, limits: GrpcConfig, chain: pb.Chain) -> Asked:
     """Check a `Chain` message and hash its tokens; changes nothing.
 
     Cost: about 150 ns per 16-token block, in slices of less than a millisecond.
@@ -86,7 +85,7 @@ async def resolve(store: Store, limits: GrpcConfig, chain: Any) -> Asked:
     return Asked(group, chain.tenant, origin, namespace, layout, shape, keys)
 
 
-def namespace_of(message: Any) -> Namespace:
+def namespace_of(message: pb.Namespace) -> Namespace:
     """A whole Namespace message.
 
     Raises:
@@ -106,7 +105,7 @@ def namespace_of(message: Any) -> Namespace:
     )
 
 
-def _layout(message: Any) -> BlockLayout:
+def _layout(message: pb.Layout) -> BlockLayout:
     defaults = {f.name: f.default for f in dataclasses.fields(BlockLayout)}
     return BlockLayout(
         message.layers,
@@ -121,7 +120,7 @@ def _layout(message: Any) -> BlockLayout:
     )
 
 
-def _namespace(message: Any, layout: BlockLayout) -> Namespace:
+def _namespace(message: pb.Namespace, layout: BlockLayout) -> Namespace:
     """The namespace, completed by what the layout says and refused where the two differ."""
     if message.layout and message.layout != layout.fingerprint:
         raise BadRequest(f"namespace.layout: {message.layout:.80} is not the layout's {layout.fingerprint}")
@@ -133,7 +132,7 @@ def _namespace(message: Any, layout: BlockLayout) -> Namespace:
     return namespace_of(whole)
 
 
-def _origin(store: Store, chain: Any, namespace: Namespace) -> Origin | None:
+def _origin(store: Store, chain: pb.Chain, namespace: Namespace) -> Origin | None:
     reuse = _REUSE.get(chain.reuse)
     if reuse is None:
         raise BadRequest(f"reuse: {chain.reuse} is not a value of Reuse")
@@ -155,7 +154,7 @@ def _check_blocks(blocks: int, limits: GrpcConfig) -> None:
         raise LimitExceeded(f"chain: {blocks} blocks are more than grpc.blocks_max = {limits.blocks_max}")
 
 
-async def _hash(root: bytes, tokens: Any, block_tokens: int, limits: GrpcConfig) -> KeyChain:
+async def _hash(root: bytes, tokens: pb.Tokens, block_tokens: int, limits: GrpcConfig) -> KeyChain:
     count = len(tokens.ids)
     if count > limits.tokens_max:
         raise LimitExceeded(f"tokens.ids: {count} are more than grpc.tokens_max = {limits.tokens_max}")

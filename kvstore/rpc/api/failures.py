@@ -7,16 +7,18 @@ import contextlib
 import functools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 import structlog
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from kvstore.errors import STATUS, BadRequest, DeadlineExceeded, KVStoreError
 
-__all__ = ["DOMAIN", "answers", "deadline", "rich_status"]
+__all__ = ["DOMAIN", "BytesCheck", "Malformed", "answers", "deadline", "rich_status"]
 
 log = structlog.get_logger()
 
@@ -48,6 +50,32 @@ def rich_status(error: KVStoreError) -> status_pb2.Status:
     return status
 
 
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Stands in for a request whose bytes are not its message."""
+
+    reason: str
+
+
+class BytesCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Bytes that are no message are the caller's mistake (INVALID_ARGUMENT); by itself gRPC calls it INTERNAL
+    and logs a traceback each time."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith("/kvstore."):
+            return handler
+        parse = handler.request_deserializer
+
+        def checked(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except DecodeError as error:
+                return Malformed(str(error))
+
+        return handler._replace(request_deserializer=checked)
+
+
 async def _abort(context: Any, error: KVStoreError) -> NoReturn:
     status = rich_status(error)
     context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
@@ -64,6 +92,8 @@ def answers(method: Callable[[Any, Any, Any], Awaitable[T]]) -> Callable[[Any, A
             left_s = context.time_remaining()
             if left_s is not None and left_s <= 0:
                 raise DeadlineExceeded("the deadline passed before the call began")
+            if isinstance(request, Malformed):
+                raise BadRequest(f"request: not a message of {method.__name__}: {request.reason}")
             return await method(self, request, context)
         except KVStoreError as error:
             log.debug("call refused", call=method.__name__, reason=str(error))

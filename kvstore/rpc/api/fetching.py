@@ -122,6 +122,6 @@ class Fetching:
             await self._write(pb.FetchResponse(data=message))
             self.holdings.renew(self.held)
 
-    async def _write(self, message: Any) -> None:
+    async def _write(self, message: pb.FetchResponse) -> None:
         async with deadline(self.stall_s, f"fetch: nothing was read for grpc.stall_s = {self.stall_s} s"):
             await self.context.write(message)

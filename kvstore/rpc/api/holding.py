@@ -91,6 +91,8 @@ class Holdings:
         """
         self.sweep()
         if asked.root not in asked.group.roots:
+            asked.group.counters.lookups += 1  # a miss that needs no root, and makes none
+            asked.group.counters.lookup_blocks += len(asked)
             return None
         if len(self._held) >= self._limits.leases_max:
             raise LimitExceeded(f"lease: grpc.leases_max = {self._limits.leases_max} are held; release some")

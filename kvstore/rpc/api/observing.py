@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvstore.errors import BadRequest, LimitExceeded
 from kvstore.group import Group
+from kvstore.v1 import store_pb2 as pb
 
 __all__ = ["Meters", "record"]
 
@@ -27,7 +28,7 @@ class Meters(Protocol):
         ...
 
 
-def record(group: Group, request: Any) -> int:
+def record(group: Group, request: pb.ObserveRequest) -> int:
     """Check an ObserveRequest and record it, all or nothing.
 
     Returns:
@@ -36,23 +37,24 @@ def record(group: Group, request: Any) -> int:
     Raises:
         BadRequest, LimitExceeded: the message names the field; nothing was recorded.
     """
-    for field in ("first_tokens", "prefill_steps"):
-        found = getattr(request, field)
-        if len(found) > MEASUREMENTS_MAX:
-            raise LimitExceeded(f"{field}: {len(found)} are more than measurements_max = {MEASUREMENTS_MAX}")
-        for number, measured in enumerate(found):
-            _check_seconds(f"{field}[{number}].seconds", measured.seconds)
-    for number, step in enumerate(request.prefill_steps):
+    firsts, steps = request.first_tokens, request.prefill_steps
+    for field, count in (("first_tokens", len(firsts)), ("prefill_steps", len(steps))):
+        if count > MEASUREMENTS_MAX:
+            raise LimitExceeded(f"{field}: {count} are more than measurements_max = {MEASUREMENTS_MAX}")
+    for number, first in enumerate(firsts):
+        _check_seconds(f"first_tokens[{number}].seconds", first.seconds)
+    for number, step in enumerate(steps):
+        _check_seconds(f"prefill_steps[{number}].seconds", step.seconds)
         if not step.tokens:
             raise BadRequest(f"prefill_steps[{number}].tokens: need at least 1")
     meters: Meters | None = getattr(group, "meters", None)
     if meters is None:
         return 0
-    for first in request.first_tokens:
+    for first in firsts:
         meters.observe_ttft(first.seconds, first.warm, request.tenant)
-    for step in request.prefill_steps:
+    for step in steps:
         meters.observe_prefill(step.tokens, step.seconds)
-    return len(request.first_tokens) + len(request.prefill_steps)
+    return len(firsts) + len(steps)
 
 
 def _check_seconds(field: str, seconds: float) -> None:

@@ -21,7 +21,7 @@ from kvstore.errors import BadRequest
 from kvstore.group import Caller
 from kvstore.rpc.api.chains import Asked
 from kvstore.rpc.api.copies import Buffer, Copies
-from kvstore.rpc.api.failures import deadline
+from kvstore.rpc.api.failures import Malformed, deadline
 from kvstore.store import Store
 from kvstore.transfers import Filling
 from kvstore.types import SaveResult
@@ -41,6 +41,8 @@ async def next_item(context: Any, stall_s: float, kind: str) -> Any:
         message = await context.read()
     if message is grpc.aio.EOF:
         return None
+    if isinstance(message, Malformed):
+        raise BadRequest(f"request: not a message of Save: {message.reason}")
     if message.WhichOneof("item") != kind:
         raise BadRequest(f"{kind}: a Save stream is one header, then data")
     return getattr(message, kind)
@@ -156,7 +158,7 @@ class Saving:
         engines.detach(self.caller)
 
 
-def saved(epoch: bytes, result: SaveResult) -> Any:
+def saved(epoch: bytes, result: SaveResult) -> pb.SaveResponse:
     """The reply."""
     return pb.SaveResponse(
         epoch=epoch,

@@ -16,6 +16,7 @@ from kvstore.errors import ConfigError
 from kvstore.rpc.api.access import Access, OpenAccess
 from kvstore.rpc.api.admin import AdminService
 from kvstore.rpc.api.copies import Copies
+from kvstore.rpc.api.failures import BytesCheck
 from kvstore.rpc.api.service import StoreService
 from kvstore.rpc.endpoints import Endpoint, endpoints
 from kvstore.rpc.server import free_path
@@ -61,6 +62,7 @@ class GrpcServer:
         self._copies = Copies(asyncio.get_running_loop(), limits.copy_threads, limits.buffer_bytes_max)
         self.service = StoreService(self._store, self._copies, self._access)
         server = self._server = grpc.aio.server(
+            interceptors=(BytesCheck(),),
             maximum_concurrent_rpcs=limits.calls_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
@@ -115,6 +117,8 @@ class GrpcServer:
     async def close(self) -> None:
         """Tell health watchers, let calls end within `grpc.stop_s`, then cancel them; unpin everything."""
         await self._health.enter_graceful_shutdown()
+        if self.service is not None:
+            self.service.stop()
         if self._server is not None:
             await self._server.stop(self._limits.stop_s)
             self._server = None

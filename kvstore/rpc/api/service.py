@@ -42,12 +42,22 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         self._access = access
         self.holdings = Holdings(store, self._limits)
         self.streams = 0
-        self.subscribers = 0
+        self._watching: set[Watching] = set()
+
+    @property
+    def subscribers(self) -> int:
+        """Subscribe streams that are open."""
+        return len(self._watching)
+
+    def stop(self) -> None:
+        """Streams that never end by themselves end now; others may go on."""
+        for watching in tuple(self._watching):
+            watching.stop()
 
     def _check(self, context: Any, verb: Verb, tenant: str) -> None:
         self._access.check(context.invocation_metadata(), verb, tenant)
 
-    async def _resolve(self, context: Any, verb: Verb, chain: Any) -> Asked:
+    async def _resolve(self, context: Any, verb: Verb, chain: pb.Chain) -> Asked:
         self._check(context, verb, chain.tenant)
         return await resolve(self._store, self._limits, chain)
 
@@ -65,7 +75,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     # ---- reading -----------------------------------------------------------------------------------------
 
     @answers
-    async def Lookup(self, request: Any, context: Any) -> Any:  # noqa: N802  (names of the service)
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802  (names of the service)
         asked = await self._resolve(context, Verb.READ, request.chain)
         held = self.holdings.grant(asked)
         if held is None:
@@ -79,12 +89,12 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
             self.holdings.end(held)
 
     @answers
-    async def Plan(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:  # noqa: N802
         asked = await self._resolve(context, Verb.READ, request.chain)
         return asking.planned(self._store.epoch, asked)
 
     @answers
-    async def Fetch(self, request: Any, context: Any) -> None:  # noqa: N802
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
         with self._stream():
             held, own = await self._hold(request, context)
             try:
@@ -93,7 +103,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
                 if own and held is not None:
                     self.holdings.end(held)
 
-    async def _hold(self, request: Any, context: Any) -> tuple[Held | None, bool]:
+    async def _hold(self, request: pb.FetchRequest, context: Any) -> tuple[Held | None, bool]:
         """The lease to read under, and whether it is the stream's own; None when nothing is known."""
         if not request.lease and not request.HasField("chain"):
             raise BadRequest("lease: name a lease, a chain, or both")
@@ -103,7 +113,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
             return held, False
         return self.holdings.grant(await self._resolve(context, Verb.READ, request.chain)), True
 
-    async def _fetch(self, request: Any, context: Any, held: Held | None) -> None:
+    async def _fetch(self, request: pb.FetchRequest, context: Any, held: Held | None) -> None:
         start, known = request.start, 0 if held is None else len(held.lease.nodes)
         if request.stop and request.stop < start:
             raise BadRequest(f"stop: {request.stop} is before start = {start}")
@@ -120,7 +130,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         await stream.run(start, stop)
 
     @answers
-    async def Renew(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewResponse:  # noqa: N802
         if len(request.leases) > LEASES_PER_RENEW_MAX:
             raise LimitExceeded(f"leases: more than {LEASES_PER_RENEW_MAX} in one request")
         ended = []
@@ -133,7 +143,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         return pb.RenewResponse(epoch=self._store.epoch, lease_s=self._limits.lease_s, ended=ended)
 
     @answers
-    async def Release(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:  # noqa: N802
         held = self.holdings.find(request.lease)
         self._check(context, Verb.READ, held.tenant)
         self.holdings.end(held)
@@ -142,7 +152,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     # ---- writing -----------------------------------------------------------------------------------------
 
     @answers
-    async def Save(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Save(self, _: object, context: Any) -> pb.SaveResponse:  # noqa: N802
         with self._stream():
             header = await saving.next_item(context, self._limits.stall_s, "header")
             if header is None:
@@ -160,25 +170,25 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     # ---- measurements and events -------------------------------------------------------------------------
 
     @answers
-    async def Observe(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Observe(self, request: pb.ObserveRequest, context: Any) -> pb.ObserveResponse:  # noqa: N802
         self._check(context, Verb.OBSERVE, request.tenant)
         recorded = observing.record(self._group(request.tenant), request)
         return pb.ObserveResponse(epoch=self._store.epoch, recorded=recorded)
 
     @answers
-    async def Subscribe(self, request: Any, context: Any) -> None:  # noqa: N802
+    async def Subscribe(self, request: pb.SubscribeRequest, context: Any) -> None:  # noqa: N802
         self._check(context, Verb.SUBSCRIBE, request.tenant)
         if len(request.epoch) not in (0, EPOCH_BYTES):
             raise BadRequest(f"epoch: need {EPOCH_BYTES} bytes or none, got {len(request.epoch)}")
         most = self._limits.subscribers_max
         if self.subscribers >= most:
             raise LimitExceeded(f"subscribe: grpc.subscribers_max = {most} are subscribed")
-        self.subscribers += 1
+        watching = Watching(self._group(request.tenant), context, self._limits.stall_s)
+        self._watching.add(watching)
         try:
-            watching = Watching(self._group(request.tenant), context, self._limits.stall_s)
             await watching.run(request.epoch, request.sequence)
         finally:
-            self.subscribers -= 1
+            self._watching.discard(watching)
 
     def _group(self, tenant: str) -> Group:
         return self._store.group_of([tenant])

@@ -1,4 +1,4 @@
-"""Subscribe: a snapshot in parts, then events as they happen; without one from a position in the log."""
+"""Subscribe: a snapshot in parts, then events as they happen; or only events, from a known position on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import Unavailable
 from kvstore.events import EventKind, KVEvent
 from kvstore.group import Group
 from kvstore.rpc.api.asking import TIERS
@@ -41,17 +42,25 @@ class Watching:
         self._group = group
         self._context = context
         self._stall_s = stall_s
+        self._wake = asyncio.Event()
+        self._stopping = False
+
+    def stop(self) -> None:
+        """The daemon stops: end the stream."""
+        self._stopping = True
+        self._wake.set()
 
     async def run(self, epoch: bytes, sequence: int) -> None:
         """Until the caller leaves: everything after (epoch, sequence).
 
         Raises:
             DeadlineExceeded: the caller does not read.
+            Unavailable: the daemon stops.
         """
-        log, wake = self._group.events, asyncio.Event()
+        log, wake = self._group.events, self._wake
         listener = log.listen(wake.set)
         try:
-            while True:
+            while not self._stopping:
                 wake.clear()
                 replay = log.since(epoch, sequence, EVENTS_PER_TURN)
                 if replay.gap:
@@ -62,14 +71,15 @@ class Watching:
                     sequence = event.sequence
                 if not replay.events:
                     await wake.wait()
+            raise Unavailable("the daemon stops; subscribe again with your epoch and sequence")
         finally:
             log.unlisten(listener)
 
     async def _snapshot(self) -> int:
         """Send what is readable; the sequence from which events complete it.
 
-        The parts are read one after the other while the store goes on. What changes meanwhile is in the events
-        after the sequence that was current at the beginning, so that the sum is right.
+        The parts are read one after the other while the store goes on. What changes meanwhile is in the
+        events after the sequence that was current at the beginning, so that the sum is right.
         """
         group, sequence = self._group, self._group.events.sequence
         await self._part(sequence, pb.Snapshot(first=True, tier=pb.TIER_HOST))
@@ -85,7 +95,7 @@ class Watching:
         await self._part(sequence, pb.Snapshot(tier=pb.TIER_HOST), last=True)
         return sequence
 
-    async def _part(self, sequence: int, snapshot: Any, *, last: bool = False) -> None:
+    async def _part(self, sequence: int, snapshot: pb.Snapshot, *, last: bool = False) -> None:
         await self._write(pb.SubscribeResponse(sequence=sequence, last=last, snapshot=snapshot))
 
     async def _event(self, event: KVEvent) -> None:
@@ -104,7 +114,7 @@ class Watching:
             await self._write(pb.SubscribeResponse(sequence=event.sequence, last=last, event=message))
             parent = keys[-1].tobytes() if parent and len(keys) else b""
 
-    async def _write(self, message: Any) -> None:
+    async def _write(self, message: pb.SubscribeResponse) -> None:
         message.epoch = self._group.events.epoch
         why = f"subscribe: nothing was read for grpc.stall_s = {self._stall_s} s"
         async with deadline(self._stall_s, why):
