@@ -3,6 +3,8 @@
 #   make demo        a real model answers from cached KV
 #   make test        everything that must hold: lint, types, floors, native sanitizers, Python tests
 #   make build       .venv with the package in place (rebuilds the native core when it changed)
+#   make fuzz        10^5 hostile messages to a gRPC server of a real store
+#   make protos      generate kvstore/v1 from protos/ again
 #   make format      let ruff format the tree
 #   make clean       remove what make made
 
@@ -17,7 +19,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 EXTRAS ?= torch,bench,dev
 
-.PHONY: demo test build lint native-test pytest format clean system doctest
+.PHONY: demo test build lint native-test pytest fuzz protos format clean system doctest
 
 demo: build
 	$(BIN)/kvstore demo
@@ -70,6 +72,14 @@ sanitize-%: build doctest
 
 pytest: build
 	$(BIN)/python -m pytest
+
+# ---- on demand --------------------------------------------------------------------------------------------------
+
+fuzz: build
+	$(BIN)/python -m tests.fuzz.grpc_messages --messages 100000
+
+protos: build
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. kvstore/v1/store.proto
 
 format: build
 	$(BIN)/ruff check --fix .

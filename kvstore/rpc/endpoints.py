@@ -47,7 +47,7 @@ def _endpoint(config: Config, text: str) -> Endpoint:
         session = Path(config.daemon.socket)
         return _unix(session.with_name(f"{session.stem}-grpc.sock"))
     if text.startswith("unix:"):
-        return _unix(Path(text.removeprefix("unix:").replace("//", "/", 1)))
+        return _unix(Path(text.removeprefix("unix:").removeprefix("//")))  # unix:/path, or unix:///path
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"grpc.listen: {text!r:.120} is neither unix:/path nor host:port")

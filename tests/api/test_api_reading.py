@@ -20,7 +20,7 @@ ODD = BlockLayout(3, 5, 3, "int8", block_tokens=4)
 LARGE = BlockLayout(4, 8, 2048, "float16", block_tokens=5)
 
 
-@pytest.mark.parametrize("layout", [SMALL, ODD, LARGE, small_layout()], ids=["small", "odd", "large", "plain"])
+@pytest.mark.parametrize("layout", [SMALL, ODD, LARGE, small_layout()], ids=["3K", "odd", "large", "128K"])
 async def test_what_is_saved_is_fetched_byte_for_byte(endpoint: Endpoint, layout: BlockLayout) -> None:
     blocks = 2 if layout is LARGE else 7
     chain = endpoint.chain(range(blocks * layout.block_tokens + 1), layout=layout)
