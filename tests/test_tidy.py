@@ -53,7 +53,7 @@ def name_of(path: Path) -> str:
 
 
 PACKAGE = files("kvstore/**/*.py", "connectors/**/*.py")
-PYTHON = PACKAGE + files("tests/**/*.py", "bench/**/*.py", "tools/**/*.py")
+PYTHON = PACKAGE + files("tests/**/*.py", "bench/**/*.py", "tools/**/*.py", "examples/**/*.py")
 NATIVE = files("native/**/*.cc", "native/**/*.h", "native/**/*.cu")
 
 
