@@ -128,8 +128,8 @@ async def serve(
         daemon.open(progress)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        daemon.listen(loop)
         await daemon.open_api()
+        daemon.listen(loop)  # last: who waits for this socket finds everything open
         log.info(
             "kvstore serves",
             version=__version__,

@@ -44,7 +44,7 @@ def endpoints(config: Config) -> list[Endpoint]:
 
 def _endpoint(config: Config, text: str) -> Endpoint:
     if text == "auto":
-        session = Path(config.daemon.socket)
+        session = Path(config.daemon.socket).absolute()
         return _unix(session.with_name(f"{session.stem}-grpc.sock"))
     if text.startswith("unix:"):
         return _unix(Path(text.removeprefix("unix:").removeprefix("//")))  # unix:/path, or unix:///path

@@ -36,6 +36,8 @@ def listening(*flags: str) -> Config:
 def test_it_listens_beside_the_session_socket_unless_told_otherwise() -> None:
     config = Config.load(None, {}, ["daemon.socket=/run/kv/kvstore.sock"])
     assert [e.address for e in endpoints(config)] == ["unix:/run/kv/kvstore-grpc.sock"]
+    relative = Config.load(None, {}, ["daemon.socket=here.sock"])
+    assert [e.path for e in endpoints(relative)] == [Path.cwd() / "here-grpc.sock"]
     assert endpoints(listening("listen=")) == []
     several = endpoints(listening("listen=unix:/run/a.sock, unix:///run/b.sock"))
     assert [e.address for e in several] == ["unix:/run/a.sock", "unix:/run/b.sock"]

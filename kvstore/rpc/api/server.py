@@ -88,7 +88,7 @@ class GrpcServer:
             for endpoint in endpoints(self._store.config):
                 self._bind(server, endpoint)
             await server.start()
-        except BaseException:
+        except BaseException:  # whatever it was, no socket stays open
             await self.close()
             raise
         for name in ("", *SERVICES):
