@@ -102,8 +102,8 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request_iterator, context):
-        """Block bytes to keep. First a header, then data; blocks become readable when the stream is closed by the
-        caller, all together. A stream that breaks leaves nothing.
+        """Block bytes to keep. First a header, then data; blocks become readable when the caller closes its stream
+        behind the last byte. A stream that breaks before leaves nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

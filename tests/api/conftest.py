@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,7 @@ import pytest_asyncio
 
 pytest.register_assert_rewrite("endpoint")
 
-from endpoint import Endpoint, configured, opened  # noqa: E402  (its assertions are rewritten first)
-
-Opener = Callable[..., AbstractAsyncContextManager[Endpoint]]
+from endpoint import Endpoint, Opener, configured, opened  # noqa: E402  (its assertions are rewritten first)
 
 
 @pytest.fixture

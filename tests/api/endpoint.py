@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from kvstore.types import BlockLayout, Namespace
 from kvstore.v1 import store_pb2 as pb
 from kvstore.v1 import store_pb2_grpc as rpc
 
-__all__ = ["SMALL", "Endpoint", "Failure", "Fetched", "failure", "opened", "random_blocks"]
+__all__ = ["SMALL", "Endpoint", "Failure", "Fetched", "Opener", "failure", "opened", "random_blocks"]
 
 WAIT_S = 30.0
 # 3 KiB a block, 4 tokens each: many fit, and none of a cell's bytes are padding.
@@ -254,3 +254,6 @@ async def opened(config: Config) -> AsyncIterator[Endpoint]:
             await endpoint.channel.close()
             await server.close()
         driver.store.check()
+
+
+Opener = Callable[..., contextlib.AbstractAsyncContextManager[Endpoint]]

@@ -8,8 +8,7 @@ import json
 import grpc
 import numpy as np
 import pytest
-from conftest import Opener
-from endpoint import SMALL, Endpoint, failure, random_blocks
+from endpoint import SMALL, Endpoint, Opener, failure, random_blocks
 from google.protobuf import json_format
 
 from kvstore import __version__

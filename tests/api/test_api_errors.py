@@ -9,8 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import Opener
-from endpoint import SMALL, Endpoint, eventually, failure, random_blocks, save_messages
+from endpoint import SMALL, Endpoint, Opener, eventually, failure, random_blocks, save_messages
 
 from kvstore import errors
 from kvstore.rpc.api.failures import answers, rich_status

@@ -8,8 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from conftest import Opener
-from endpoint import SMALL, WAIT_S, Endpoint, eventually, failure, random_blocks
+from endpoint import SMALL, WAIT_S, Endpoint, Opener, eventually, failure, random_blocks
 
 from kvstore.config import TenantConfig
 from kvstore.events import EventKind

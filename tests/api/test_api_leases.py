@@ -7,8 +7,7 @@ import contextlib
 
 import grpc
 import pytest
-from conftest import Opener
-from endpoint import Endpoint, eventually, failure, random_blocks
+from endpoint import Endpoint, Opener, eventually, failure, random_blocks
 
 from kvstore.types import Tier
 from kvstore.v1 import store_pb2 as pb

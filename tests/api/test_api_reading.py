@@ -7,10 +7,10 @@ from dataclasses import asdict
 import grpc
 import numpy as np
 import pytest
-from conftest import Opener
-from endpoint import SMALL, Endpoint, failure, random_blocks
+from endpoint import SMALL, Endpoint, Opener, failure, random_blocks
 
 from kvstore.config import TenantConfig
+from kvstore.rpc.api.fetching import DATA_BYTES_MAX
 from kvstore.testing import small_layout
 from kvstore.types import BlockLayout, Reuse
 from kvstore.v1 import store_pb2 as pb
@@ -35,7 +35,7 @@ async def test_what_is_saved_is_fetched_byte_for_byte(endpoint: Endpoint, layout
     assert fetched.data == data
     assert (fetched.header.start, fetched.header.stop, fetched.end.stop) == (0, blocks, blocks)
     assert fetched.end.reason == ""
-    assert max(fetched.sizes) <= (1 << 20) + 64
+    assert max(fetched.sizes) <= DATA_BYTES_MAX + 64
     await endpoint.release(found.lease)
     assert endpoint.quiet()
 

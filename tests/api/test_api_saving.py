@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from conftest import Opener
-from endpoint import SMALL, Endpoint, Failure, eventually, failure, random_blocks, save_messages
+from endpoint import SMALL, Endpoint, Failure, Opener, eventually, failure, random_blocks, save_messages
 
 from kvstore.config import TenantConfig
 from kvstore.testing import small_layout

@@ -10,8 +10,7 @@ from pathlib import Path
 import grpc
 import msgspec
 import pytest
-from conftest import Opener
-from endpoint import Endpoint, configured, opened, random_blocks
+from endpoint import Endpoint, Opener, configured, opened, random_blocks
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc

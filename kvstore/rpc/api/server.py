@@ -127,9 +127,9 @@ class GrpcServer:
                 path.unlink()
         self._inodes.clear()
         self.addresses.clear()
+        if self.service is not None:
+            await self.service.settle()
+            self.service = None
         if self._copies is not None:
             await self._copies.close()
             self._copies = None
-        if self.service is not None:
-            self.service.holdings.close()
-            self.service = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from kvstore.rpc.api.fetching import Fetching
 from kvstore.rpc.api.holding import Held, Holdings, new_caller
 from kvstore.rpc.api.watching import Watching
 from kvstore.store import Store
+from kvstore.types import SaveResult
 from kvstore.v1 import store_pb2 as pb
 from kvstore.v1.store_pb2_grpc import StoreServicer
 
@@ -43,6 +45,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         self.holdings = Holdings(store, self._limits)
         self.streams = 0
         self._watching: set[Watching] = set()
+        self._publishing: set[asyncio.Task[SaveResult]] = set()
 
     @property
     def subscribers(self) -> int:
@@ -53,6 +56,12 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         """Streams that never end by themselves end now; others may go on."""
         for watching in tuple(self._watching):
             watching.stop()
+
+    async def settle(self) -> None:
+        """After the last call: wait for what is still being published, and end every lease."""
+        if self._publishing:
+            await asyncio.wait(self._publishing)
+        self.holdings.close()
 
     def _check(self, context: Any, verb: Verb, tenant: str) -> None:
         self._access.check(context.invocation_metadata(), verb, tenant)
@@ -164,7 +173,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
                 raise BadRequest(f"start: {header.start} is beyond the {len(asked)} blocks of the chain")
             asked.group.add_root(asked.origin.key, asked.origin.owner, asked.origin.reuse)
             caller = new_caller(self._store, asked)
-            stream = saving.Saving(self._store, self._copies, asked, header.start, caller)
+            stream = saving.Saving(self._store, self._copies, asked, header.start, caller, self._publishing)
             return saving.saved(self._store.epoch, await stream.run(context, self._limits.stall_s))
 
     # ---- measurements and events -------------------------------------------------------------------------
