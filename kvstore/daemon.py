@@ -131,7 +131,7 @@ async def serve(
             loop.add_signal_handler(number, stop.set)
         await daemon.open_api()
         daemon.listen(loop)  # last: who waits for this socket finds everything open
-        # What start-up made lives as long as the daemon; a full collection that walks it holds the loop 30 ms.
+        # What start-up made lives as long as the daemon; a full collection that walks it takes 30 ms.
         gc.collect()
         gc.freeze()
         log.info(
