@@ -91,10 +91,11 @@ class Fetching:
         if not here:
             return _Batch(0, f"block {at} is not on HOST any more")
         try:
-            runs = np.frombuffer(self.store.fetch(caller, lease.id, at, at + here), np.uint32).reshape(-1, 2)
+            packed = self.store.fetch(caller, lease.id, at, at + here)
         except NotFound as error:
             return _Batch(0, str(error))
-        slots = _native.expand_runs(runs, caller.shape.slot_bytes // _native.PAGE_BYTES)
+        pages = caller.shape.slot_bytes // _native.PAGE_BYTES
+        slots = _native.unpack_slots(packed, here, pages, group.arena.pages)
         keys = group.index.keys(nodes[:here])
         status = await self.copies.load(buffer, group.arena, caller.shape, slots, keys)
         bad = np.flatnonzero(status != OK)
