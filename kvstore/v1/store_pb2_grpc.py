@@ -409,7 +409,8 @@ class Store:
 
 
 class AdminStub:
-    """Missing associated documentation comment in .proto file."""
+    """Only over a Unix socket: a plaintext port does not say who asks.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -440,7 +441,8 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Only over a Unix socket: a plaintext port does not say who asks.
+    """
 
     def Status(self, request, context):
         """What `kvstore status --json` prints.
@@ -503,7 +505,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Missing associated documentation comment in .proto file."""
+    """Only over a Unix socket: a plaintext port does not say who asks.
+    """
 
     @staticmethod
     def Status(request,

@@ -9,13 +9,14 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from endpoint import Endpoint, configured, failure, random_blocks, save_messages
+from endpoint import Endpoint, configured, failure, opened, random_blocks, save_messages
 
 from kvstore.errors import Refused
-from kvstore.rpc.api.access import Metadata, Verb
+from kvstore.rpc.api.access import Peer, Verb
 from kvstore.rpc.api.server import GrpcServer
 from kvstore.testing import StoreDriver
 from kvstore.v1 import store_pb2 as pb
+from kvstore.v1 import store_pb2_grpc as rpc
 
 
 class Bearer:
@@ -24,9 +25,10 @@ class Bearer:
     def __init__(self) -> None:
         self.asked: list[tuple[Verb, str]] = []
 
-    def check(self, metadata: Metadata, verb: Verb, tenant: str) -> None:
+    def check(self, peer: Peer, verb: Verb, tenant: str) -> None:
+        assert peer.local
         self.asked.append((verb, tenant))
-        if ("authorization", "Bearer sesame") not in {(key, value) for key, value in metadata}:
+        if ("authorization", "Bearer sesame") not in peer.metadata:
             raise Refused("authorization: no token that opens this tenant")
 
 
@@ -91,3 +93,24 @@ async def test_no_call_goes_past_it(guarded: Endpoint, access: Bearer) -> None:
     assert (await store.Plan(pb.PlanRequest(chain=chain), metadata=TOKEN)).blocks == 2
     await store.Release(pb.ReleaseRequest(lease=found.lease), metadata=TOKEN)
     assert guarded.quiet()
+
+
+async def test_case_33_nobody_administers_over_a_plaintext_port(socket_path: Path) -> None:
+    config = configured(socket_path.parent, listen="auto,127.0.0.1:0", insecure_tcp=True)
+    async with opened(config) as endpoint:
+        calls = {
+            "Status": pb.StatusRequest(),
+            "Check": pb.CheckRequest(),
+            "Flush": pb.FlushRequest(),
+            "DropNamespace": pb.DropNamespaceRequest(digest=endpoint.digest()),
+        }
+        await endpoint.save(endpoint.chain(range(8)), random_blocks(1, 2))
+        async with grpc.aio.insecure_channel(endpoint.server.addresses[1]) as channel:
+            for name, request in calls.items():
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await getattr(rpc.AdminStub(channel), name)(request)
+                assert failure(caught.value).code is grpc.StatusCode.PERMISSION_DENIED, name
+            plan = pb.PlanRequest(chain=endpoint.chain(range(8)))
+            assert (await rpc.StoreStub(channel).Plan(plan)).blocks == 2
+        for name, request in calls.items():
+            await getattr(endpoint.admin, name)(request)

@@ -75,7 +75,8 @@ async def test_several_addresses_and_a_port_of_the_kernels_choice(socket_path: P
         assert int(second.rpartition(":")[2]) > 0
         for address in (first, second):
             async with grpc.aio.insecure_channel(address) as channel:
-                assert (await rpc.AdminStub(channel).Check(pb.CheckRequest())).ok
+                request = pb.PlanRequest(chain=endpoint.chain(range(8)))
+                assert (await rpc.StoreStub(channel).Plan(request)).asked_blocks == 2
         taken = configured(socket_path.parent, listen=second, insecure_tcp=True)
         with pytest.raises(ConfigError, match="cannot bind"):
             async with opened(taken):

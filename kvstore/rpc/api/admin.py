@@ -8,7 +8,7 @@ from typing import Any
 from kvstore import __version__
 from kvstore.dropping import drop_namespace
 from kvstore.errors import BadRequest
-from kvstore.rpc.api.access import Access, Verb
+from kvstore.rpc.api.access import Access, Verb, peer_of
 from kvstore.rpc.api.chains import namespace_of
 from kvstore.rpc.api.failures import answers
 from kvstore.rpc.api.service import StoreService
@@ -35,7 +35,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         self._access = access
 
     def _check(self, context: Any, tenant: str = "") -> None:
-        self._access.check(context.invocation_metadata(), Verb.ADMIN, tenant)
+        self._access.check(peer_of(context), Verb.ADMIN, tenant)
 
     @answers
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802  (names of the service)

@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.errors import BadRequest, LimitExceeded, Refused
 from kvstore.group import Group
 from kvstore.rpc.api import asking, observing, saving
-from kvstore.rpc.api.access import Access, Verb
+from kvstore.rpc.api.access import Access, Verb, peer_of
 from kvstore.rpc.api.chains import Asked, resolve
 from kvstore.rpc.api.copies import Copies
 from kvstore.rpc.api.failures import answers
@@ -64,7 +64,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         self.holdings.close()
 
     def _check(self, context: Any, verb: Verb, tenant: str) -> None:
-        self._access.check(context.invocation_metadata(), verb, tenant)
+        self._access.check(peer_of(context), verb, tenant)
 
     async def _resolve(self, context: Any, verb: Verb, chain: pb.Chain) -> Asked:
         self._check(context, verb, chain.tenant)
@@ -105,22 +105,22 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
         with self._stream():
-            held, own = await self._hold(request, context)
+            held = await self._hold(request, context)
             try:
                 await self._fetch(request, context, held)
             finally:
-                if own and held is not None:
+                if held is not None and held.id != request.lease:  # the stream's own
                     self.holdings.end(held)
 
-    async def _hold(self, request: pb.FetchRequest, context: Any) -> tuple[Held | None, bool]:
-        """The lease to read under, and whether it is the stream's own; None when nothing is known."""
+    async def _hold(self, request: pb.FetchRequest, context: Any) -> Held | None:
+        """The lease to read under: the one named, or one of the stream's own; None when nothing is known."""
         if not request.lease and not request.HasField("chain"):
             raise BadRequest("lease: name a lease, a chain, or both")
         if request.lease and (self.holdings.knows(request.lease) or not request.HasField("chain")):
             held = self.holdings.find(request.lease)
             self._check(context, Verb.READ, held.tenant)
-            return held, False
-        return self.holdings.grant(await self._resolve(context, Verb.READ, request.chain)), True
+            return held
+        return self.holdings.grant(await self._resolve(context, Verb.READ, request.chain))
 
     async def _fetch(self, request: pb.FetchRequest, context: Any, held: Held | None) -> None:
         start, known = request.start, 0 if held is None else len(held.lease.nodes)
