@@ -18,12 +18,17 @@ from kvstore.v1 import store_pb2 as pb
 # Cells of 24 bytes (padded to 64 in a slot), of whole cache lines, and blocks of many messages (4 MiB / 3).
 ODD = BlockLayout(3, 5, 3, "int8", block_tokens=4)
 LARGE = BlockLayout(4, 8, 2048, "float16", block_tokens=5)
+# Two bytes a block: more of them in a batch than one native call takes.
+TINY = BlockLayout(1, 1, 1, "int8", block_tokens=1)
 
 
-@pytest.mark.parametrize("layout", [SMALL, ODD, LARGE, small_layout()], ids=["3K", "odd", "large", "128K"])
+LAYOUTS = {"3K": SMALL, "odd": ODD, "large": LARGE, "128K": small_layout(), "tiny": TINY}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 async def test_what_is_saved_is_fetched_byte_for_byte(endpoint: Endpoint, layout: BlockLayout) -> None:
-    blocks = 2 if layout is LARGE else 7
-    chain = endpoint.chain(range(blocks * layout.block_tokens + 1), layout=layout)
+    blocks = 3000 if layout is TINY else 2 if layout is LARGE else 7
+    chain = endpoint.chain(range((blocks + 1) * layout.block_tokens - 1), layout=layout)
     data = random_blocks(1, blocks, layout)
     saved = await endpoint.save(chain, data)
     assert (saved.ready, saved.filled, saved.dropped) == (blocks, 0, 0)

@@ -22,6 +22,8 @@ __all__ = ["Buffer", "Copies"]
 
 # Whole blocks that one copy brings: enough to keep the wire busy, and some 0.2 ms of one thread.
 BATCH_BYTES = 2 << 20
+# Of the smallest blocks: reserving so many slots, and evicting for them, holds the loop for about 1 ms.
+BATCH_BLOCKS_MAX = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +68,7 @@ class Copies:
             LimitExceeded: grpc.buffer_bytes_max are in use by other streams.
         """
         size, cell = layout.block_bytes, layout.cell_bytes
-        count = max(1, min(blocks, BATCH_BYTES // size))
+        count = max(1, min(blocks, BATCH_BYTES // size, BATCH_BLOCKS_MAX))
         if self._buffer_bytes + count * size > self._buffer_bytes_max:
             raise LimitExceeded(
                 f"stream: {count * size} bytes are more than is left of grpc.buffer_bytes_max = "
