@@ -82,6 +82,7 @@ METHODS = {
     for service in pb.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
+MODELS = ["a", "b", "c"]
 TOKENS = st.lists(st.integers(0, 3), max_size=80)
 NUMBERS = st.one_of(st.integers(0, 12), st.sampled_from([16, 4095, 4096, 4097, 1 << 31, (1 << 32) - 1]))
 TEXTS = st.one_of(
@@ -153,7 +154,7 @@ class _Namespaces:
 @st.composite
 def chains(draw: Any) -> pb.Chain:
     """A prompt, often with one part of it exchanged for a lie."""
-    chain = honest_chain(draw(TOKENS), draw(st.sampled_from(["a", "b", "c"])))
+    chain = honest_chain(draw(TOKENS), draw(st.sampled_from(MODELS)))
     lie = draw(st.sampled_from(["", "", "", "layout", "namespace", "keys", "extra", "reuse", "tenant"]))
     if lie in ("layout", "namespace"):
         part = getattr(chain, lie)
@@ -203,6 +204,9 @@ def _requests(draw: Any, path: str) -> tuple[bytes, ...]:
         if name == "FetchRequest":
             request.lease, request.start = draw(BLOBS), draw(st.sampled_from([0, 0, 1, 5, 1 << 31]))
         honest = [request.SerializeToString()]
+    elif name == "DropNamespaceRequest" and draw(st.booleans()):
+        known = Endpoint.namespace(_Namespaces(), model=draw(st.sampled_from(MODELS)))  # type: ignore[arg-type]
+        honest = [pb.DropNamespaceRequest(namespace=known).SerializeToString()]
     else:
         honest = [draw(messages(method.input_type)).SerializeToString()]
     if draw(st.integers(0, 4)):
