@@ -417,14 +417,16 @@ class CheckRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CheckResponse(_message.Message):
-    __slots__ = ("epoch", "ok", "broken")
+    __slots__ = ("epoch", "ok", "broken", "partial")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     ok: bool
     broken: str
-    def __init__(self, epoch: _Optional[bytes] = ..., ok: _Optional[bool] = ..., broken: _Optional[str] = ...) -> None: ...
+    partial: bool
+    def __init__(self, epoch: _Optional[bytes] = ..., ok: _Optional[bool] = ..., broken: _Optional[str] = ..., partial: _Optional[bool] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()

@@ -44,6 +44,8 @@ class Follower:
         place = self.known if item.tier == pb.TIER_HOST else self.devices.setdefault(item.engine, set())
         if message.HasField("event") and item.kind == pb.EVENT_KIND_REMOVED:
             place -= keys
+        elif message.HasField("event") and item.kind == pb.EVENT_KIND_CLEARED:
+            place.clear()
         else:
             place |= keys
         if message.last:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 from kvstore import __version__
+from kvstore.checks import CheckReport, Checks
 from kvstore.dropping import drop_namespace
 from kvstore.errors import BadRequest
 from kvstore.rpc.api.access import Access, Verb, peer_of
@@ -27,9 +29,11 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
 
     Args:
         service: what this endpoint holds itself, for the status.
+        checks: of the store, in slices.
     """
 
-    def __init__(self, store: Store, service: StoreService, access: Access) -> None:
+    def __init__(self, store: Store, service: StoreService, access: Access, checks: Checks) -> None:
+        self._checks = checks
         self._store = store
         self._service = service
         self._access = access
@@ -54,11 +58,16 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:  # noqa: N802
         self._check(context)
-        try:
-            self._store.check()
-        except RuntimeError as error:
-            return pb.CheckResponse(epoch=self._store.epoch, broken=str(error))
-        return pb.CheckResponse(epoch=self._store.epoch, ok=True)
+        answered: asyncio.Future[CheckReport] = asyncio.get_running_loop().create_future()
+
+        def answer(report: CheckReport) -> None:
+            if not answered.done():  # the caller may have left
+                answered.set_result(report)
+
+        self._checks.ask(answer)
+        report = await answered
+        epoch, broken = self._store.epoch, report.broken
+        return pb.CheckResponse(epoch=epoch, ok=not broken, broken=broken, partial=not report.complete)
 
     @answers
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushResponse:  # noqa: N802

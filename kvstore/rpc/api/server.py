@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from kvstore.checks import Checks
 from kvstore.errors import ConfigError
 from kvstore.rpc.api.access import Access, OpenAccess
 from kvstore.rpc.api.admin import AdminService
@@ -46,6 +47,7 @@ class GrpcServer:
         self._access = access or OpenAccess()
         self._server: grpc.aio.Server | None = None
         self._copies: Copies | None = None
+        self._checks: Checks | None = None
         self.service: StoreService | None = None
         self._health = health_aio.HealthServicer()
         self._inodes: dict[Path, int] = {}
@@ -75,7 +77,8 @@ class GrpcServer:
             ),
         )
         store_pb2_grpc.add_StoreServicer_to_server(self.service, server)
-        admin = AdminService(self._store, self.service, self._access)
+        self._checks = Checks(self._store, asyncio.get_running_loop())
+        admin = AdminService(self._store, self.service, self._access, self._checks)
         store_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (
@@ -127,6 +130,9 @@ class GrpcServer:
                 path.unlink()
         self._inodes.clear()
         self.addresses.clear()
+        if self._checks is not None:
+            self._checks.close()
+            self._checks = None
         if self.service is not None:
             await self.service.settle()
             self.service = None

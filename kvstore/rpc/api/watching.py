@@ -13,6 +13,7 @@ from kvstore.events import EventKind, KVEvent
 from kvstore.group import Group
 from kvstore.rpc.api.asking import TIERS
 from kvstore.rpc.api.failures import deadline
+from kvstore.snapshots import snapshot_parts
 from kvstore.types import Tier
 from kvstore.v1 import store_pb2 as pb
 
@@ -81,16 +82,11 @@ class Watching:
         The parts are read one after the other while the store goes on. What changes meanwhile is in the
         events after the sequence that was current at the beginning, so that the sum is right.
         """
-        group, sequence = self._group, self._group.events.sequence
+        sequence = self._group.events.sequence
         await self._part(sequence, pb.Snapshot(first=True, tier=pb.TIER_HOST))
-        nodes = group.host.ready_nodes()
-        for start in range(0, len(nodes), KEYS_PER_MESSAGE):
-            part = nodes[start : start + KEYS_PER_MESSAGE]
-            keys = group.index.keys(part[group.host.readable(part)])
-            await self._part(sequence, pb.Snapshot(tier=pb.TIER_HOST, keys=keys.tobytes()))
-        for engine in tuple(group.engines.values()):
-            for keys in _parts(engine.device.keys()):
-                snapshot = pb.Snapshot(tier=pb.TIER_GPU, engine=engine.id, keys=keys.tobytes())
+        for part in snapshot_parts(self._group):
+            for keys in _parts(part.keys):
+                snapshot = pb.Snapshot(tier=TIERS[part.tier], engine=part.engine, keys=keys.tobytes())
                 await self._part(sequence, snapshot)
         await self._part(sequence, pb.Snapshot(tier=pb.TIER_HOST), last=True)
         return sequence
