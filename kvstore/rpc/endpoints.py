@@ -73,6 +73,13 @@ def free_endpoints(config: Config) -> None:
     Raises:
         ConfigError: as `endpoints`; or a daemon listens on one, or it is no socket.
     """
+    _need_folder(Path(config.daemon.socket), "daemon.socket")
     for endpoint in endpoints(config):
         if endpoint.path is not None:
+            _need_folder(endpoint.path, "grpc.listen")
             free_path(endpoint.path, "grpc.listen")
+
+
+def _need_folder(path: Path, key: str) -> None:
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{key}: cannot bind {path}: there is no folder {path.parent}")

@@ -16,11 +16,11 @@ import asyncio
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -294,11 +294,9 @@ class Fuzzer:
                     break
                 if call.path.endswith("/Lookup"):
                     self._leases.append(pb.LookupResponse.FromString(reply).lease)
-            if not call.leaves and call.reads >= 1000 and not call.path.endswith("/Subscribe"):
-                code = await rpc.code()
-            else:
+            if call.leaves or call.reads < 1000 or call.path.endswith("/Subscribe"):
                 rpc.cancel()
-                code = await rpc.code()
+            code = await rpc.code()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             code = await rpc.code()
         details = await rpc.details()
@@ -339,7 +337,7 @@ def fuzz(total: int, seed: int) -> dict[str, Any]:
         crashes: list[str] = []
         sizes: list[int] = []
         try:
-            for number in _rounds(fuzzer, total):
+            for number in itertools.takewhile(lambda _: fuzzer.messages < total, itertools.count()):
                 try:
                     _round(fuzzer, total, seed + number)
                 except Exception as error:  # noqa: BLE001  (whatever broke is the finding)
@@ -364,13 +362,6 @@ def fuzz(total: int, seed: int) -> dict[str, Any]:
 
 
 BATCHES_PER_ROUND = 200
-
-
-def _rounds(fuzzer: Fuzzer, total: int) -> Iterator[int]:
-    number = 0
-    while fuzzer.messages < total:
-        yield number
-        number += 1
 
 
 def _round(fuzzer: Fuzzer, total: int, seed: int) -> None:
