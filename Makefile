@@ -4,6 +4,7 @@
 #   make test        everything that must hold: lint, types, floors, native sanitizers, Python tests
 #   make build       .venv with the package in place (rebuilds the native core when it changed)
 #   make fuzz        the fuzzers at full length (minutes; short runs are part of make test)
+#   make protos      generate kvstore/v1 from protos/ again
 #   make format      let ruff format the tree
 #   make clean       remove what make made
 
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 EXTRAS ?= torch,bench,dev
 
-.PHONY: demo test build lint native-test pytest fuzz format clean system doctest
+.PHONY: demo test build lint native-test pytest fuzz protos format clean system doctest
 
 demo: build
 	$(BIN)/kvstore demo
@@ -72,10 +73,17 @@ sanitize-%: build doctest
 pytest: build
 	$(BIN)/python -m pytest
 
+# ---- on demand --------------------------------------------------------------------------------------------------
+
 FUZZ_FRAMES ?= 1000000
+FUZZ_MESSAGES ?= 100000
 FUZZ_SEED ?= 0
 fuzz: build
 	$(BIN)/python -m tests.fuzz.session_frames --frames $(FUZZ_FRAMES) --seed $(FUZZ_SEED) --json
+	$(BIN)/python -m tests.fuzz.grpc_messages --messages $(FUZZ_MESSAGES)
+
+protos: build
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. kvstore/v1/store.proto
 
 format: build
 	$(BIN)/ruff check --fix .

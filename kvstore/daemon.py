@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -16,8 +18,12 @@ from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
 from kvstore.housekeeping import Housekeeping
 from kvstore.logs import configure_logs
+from kvstore.rpc.endpoints import free_endpoints
 from kvstore.rpc.server import SessionServer, free_path
 from kvstore.store import Store
+
+if TYPE_CHECKING:
+    from kvstore.rpc.api.server import GrpcServer
 
 __all__ = ["Daemon", "configure_logs", "serve"]
 
@@ -37,6 +43,8 @@ class Daemon:
         self.salts = Salts.load(config)
         self.store = Store(config, self.salts, clock or MonotonicClock())
         self._server: SessionServer | None = None
+        self.api: GrpcServer | None = None
+        """The public API, while it listens."""
 
     def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Make the arenas (slow: every page is touched); `progress(group, bytes ready, bytes in all)`.
@@ -46,6 +54,7 @@ class Daemon:
             OutOfMemory: names the key to lower.
         """
         free_path(Path(self.config.daemon.socket))
+        free_endpoints(self.config)
         _raise_file_limit()
         self.store.open(progress)
 
@@ -59,6 +68,24 @@ class Daemon:
         """The session server, once it listens."""
         assert self._server is not None, "listen() comes first"
         return self._server
+
+    async def open_api(self) -> None:
+        """Open the gRPC API where `grpc.listen` says, if anywhere.
+
+        Raises:
+            ConfigError: an address is in use or cannot be bound.
+        """
+        if self.config.grpc.listen:
+            from kvstore.rpc.api.server import GrpcServer  # half of a start-up's imports, not needed when off
+
+            self.api = GrpcServer(self.store)
+            await self.api.open()
+
+    async def close_api(self) -> None:
+        """End the gRPC API: calls may finish within `grpc.stop_s`."""
+        api, self.api = self.api, None
+        if api is not None:
+            await api.close()
 
     def close(self) -> None:
         """Close every session, remove the socket, drop the arenas."""
@@ -95,12 +122,17 @@ async def serve(
             loop.add_signal_handler(number, stop.set)
         house = Housekeeping(daemon.store, daemon.salts)
         await house.restore()
-        daemon.listen(loop)
+        await daemon.open_api()
+        daemon.listen(loop)  # last of the doors: who waits for this socket finds the others open
         await house.open(daemon.sessions)
+        # What start-up made lives as long as the daemon; a full collection that walks it takes 30 ms.
+        gc.collect()
+        gc.freeze()
         log.info(
             "kvstore serves",
             version=__version__,
             socket=config.daemon.socket,
+            grpc=daemon.api.addresses if daemon.api is not None else [],
             pid=os.getpid(),
             groups=config.groups(),
             capacity_bytes=config.host.capacity_bytes,
@@ -113,6 +145,7 @@ async def serve(
         await stop.wait()
         log.info("kvstore stops")
     finally:
+        await daemon.close_api()
         if house is not None:
             await house.close()
         daemon.close()

@@ -27,6 +27,7 @@ structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 FOREIGN_THREADS = (
     "pytest_timeout",  # the suite's own watchdog
     "tqdm_monitor",  # progress bars of libraries
+    "_poll_wrapper",  # grpc.aio's one poller per process, there until its last channel is collected
 )
 FOREIGN_PROCESSES = ("resource_tracker",)  # Python's own, ends with this process
 
@@ -85,7 +86,7 @@ def children() -> dict[int, str]:
 
 def threads() -> dict[str, threading.Thread]:
     alive = {thread.name: thread for thread in threading.enumerate()}
-    return {name: t for name, t in alive.items() if not name.startswith(FOREIGN_THREADS)}
+    return {name: t for name, t in alive.items() if not any(f in name for f in FOREIGN_THREADS)}
 
 
 def mapped_arenas() -> list[str]:

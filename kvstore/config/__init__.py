@@ -22,6 +22,7 @@ from kvstore.config.tables import (
     RANGES,
     DaemonConfig,
     EventsConfig,
+    GrpcConfig,
     HostConfig,
     IndexConfig,
     MetricsConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "Config",
     "DaemonConfig",
     "EventsConfig",
+    "GrpcConfig",
     "HostConfig",
     "IndexConfig",
     "MetricsConfig",
@@ -63,6 +65,7 @@ class Config(Table, frozen=True, dict=True):
     index: IndexConfig = IndexConfig()
     events: EventsConfig = EventsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    grpc: GrpcConfig = GrpcConfig()
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
 
     @staticmethod
@@ -134,6 +137,7 @@ def _tables() -> dict[str, type[msgspec.Struct]]:
         "index": IndexConfig,
         "events": EventsConfig,
         "metrics": MetricsConfig,
+        "grpc": GrpcConfig,
         "tenants": TenantConfig,
     }
 

@@ -13,6 +13,7 @@ __all__ = [
     "RANGES",
     "DaemonConfig",
     "EventsConfig",
+    "GrpcConfig",
     "HostConfig",
     "IndexConfig",
     "MetricsConfig",
@@ -141,6 +142,43 @@ class MetricsConfig(Table, frozen=True):
             _ = self.host_port
 
 
+class GrpcConfig(Table, frozen=True):
+    """[grpc]
+
+    Attributes:
+        listen: addresses, separated by commas: unix:/path or host:port; "auto" = a socket beside
+            daemon.socket (kvstore-grpc.sock beside kvstore.sock); empty = off.
+        insecure_tcp: allow host:port, which is plaintext and open to whoever reaches the port.
+        message_bytes_max: most bytes of one request message.
+        blocks_max: most blocks of one chain.
+        tokens_max: most token ids of one request.
+        calls_max: most calls at once, streams included.
+        streams_max: most Fetch and Save streams at once.
+        buffer_bytes_max: most bytes that all streams together hold between arena and wire.
+        subscribers_max: most Subscribe streams at once.
+        leases_max: most leases of all callers together.
+        lease_s: life of a lease that its caller does not use.
+        stall_s: a stream whose caller neither reads nor sends for so long is ended.
+        stop_s: how long calls may go on when the daemon stops.
+        copy_threads: threads that copy and sum block bytes.
+    """
+
+    listen: str = "auto"
+    insecure_tcp: bool = False
+    message_bytes_max: int = 4 << 20
+    blocks_max: int = 65_536
+    tokens_max: int = 1 << 18  # reading 2¹⁸ varints off the wire holds the loop for some 3 ms
+    calls_max: int = 512
+    streams_max: int = 32
+    buffer_bytes_max: int = 256 << 20
+    subscribers_max: int = 64
+    leases_max: int = 4096
+    lease_s: float = 30.0
+    stall_s: float = 30.0
+    stop_s: float = 2.0
+    copy_threads: int = 1
+
+
 class TenantConfig(Table, frozen=True):
     """[[tenants]]
 
@@ -170,4 +208,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "host.threads": (0, 256),  # native/src/arena.cc: kThreadsMax
     "index.nodes_max": (16, 1 << 31),
     "events.log_max": (1, 10_000_000),
+    "grpc.message_bytes_max": (64 << 10, 1 << 30),  # 64 KiB: a chain of some thousand tokens
+    "grpc.blocks_max": (1, 262_144),  # what a walk of the index takes
+    "grpc.tokens_max": (1, 1 << 24),
+    "grpc.calls_max": (1, 65_536),
+    "grpc.streams_max": (1, 512),  # half of the copier's queue: it never refuses
+    "grpc.buffer_bytes_max": (1 << 20, 1 << 40),
+    "grpc.subscribers_max": (0, 65_536),
+    "grpc.leases_max": (1, 1 << 20),
+    "grpc.lease_s": (0.1, 3600),
+    "grpc.stall_s": (0.1, 3600),
+    "grpc.stop_s": (0, 600),
+    "grpc.copy_threads": (1, 64),
 }

@@ -112,6 +112,14 @@ class OwnedPool:
         """The blocks hold these keys' bytes; how many are indexed under these very blocks."""
         return int(self._pool.commit(blocks, parent, keys).sum())
 
+    def nodes(self) -> NDArray[np.uint32]:
+        """Every node with a block here. Walks the whole pool."""
+        return self._pool.indexed_nodes()
+
+    def drop(self, nodes: NDArray[np.uint32]) -> int:
+        """Blocks that must not match any more, free at their last unpin; how many there were."""
+        return sum(self._pool.drop(node) for node in nodes.tolist())
+
     def keys(self) -> NDArray[np.uint8]:
         """(n, 32) keys of every block that is indexed here. Walks the whole pool: for snapshots."""
         return self._index.keys(self._pool.indexed_nodes())

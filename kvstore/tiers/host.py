@@ -110,6 +110,19 @@ class HostTier:
         self.corrupt_blocks += len(rotten)
         return len(rotten)
 
+    def drop(self, nodes: NDArray[np.uint32], reason: str) -> int:
+        """Good bytes that nobody wants any more, counted under `reason`; how many blocks had some.
+
+        Cost: one native call each, longer while many nodes are pinned; callers bound their number.
+        """
+        dropped = sum(self._pool.forget(node) for node in nodes.tolist())
+        self.dropped[reason] = self.dropped.get(reason, 0) + dropped
+        return dropped
+
+    def ready_nodes(self) -> NDArray[np.uint32]:
+        """Every node with bytes here. Walks the whole pool."""
+        return self._pool.ready_nodes()
+
     def take_removed(self) -> NDArray[np.uint8]:
         for reason, count in self._pool.take_dropped().items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count

@@ -150,5 +150,6 @@ def test_case_31_nothing_is_left_in_shared_memory(stage: Scene) -> None:
         eventually(lambda: mapped(os.getpid()) == own, "this process let go by itself")
         engine.close()
         assert set(place.iterdir()) == shm
-        assert {entry.name for entry in daemon.folder.iterdir()} == {"kvstore.toml", "daemon.log", "kv.sock"}
+        files = {"kvstore.toml", "daemon.log", "kv.sock", "kv-grpc.sock"}
+        assert {entry.name for entry in daemon.folder.iterdir()} == files
     assert SMALL.block_tokens == 4

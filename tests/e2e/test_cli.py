@@ -111,7 +111,10 @@ def test_a_broken_law_is_exit_status_1(stage: Scene, tmp_path: Path) -> None:
     assert done.stdout == "BROKEN: group default: 3 pins in the index, 2 held by leases\n"
     done = kvstore("check", "--config", str(daemon.config), "--json")
     assert done.returncode == 1
-    assert json.loads(done.stdout) == {"ok": False, "broken": "group default: 3 pins in the index, 2 held by leases"}
+    assert json.loads(done.stdout) == {
+        "ok": False,
+        "broken": "group default: 3 pins in the index, 2 held by leases",
+    }
 
 
 def tmp_path_of(stage: Scene) -> Path:

@@ -1,0 +1,1 @@
+"""The public gRPC API (protos/kvstore/v1/store.proto), on the daemon's own event loop."""

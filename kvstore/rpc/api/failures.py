@@ -1,0 +1,122 @@
+"""Errors of ours → gRPC statuses with rich details (google.rpc.ErrorInfo and BadRequest)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import structlog
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from kvstore.errors import STATUS, BadRequest, DeadlineExceeded, KVStoreError
+
+__all__ = ["DOMAIN", "BytesCheck", "Malformed", "answers", "deadline", "rich_status"]
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+DOMAIN = "kvstore"
+# Status messages travel in HTTP/2 trailers, which clients bound to 8 KiB.
+MESSAGE_CHARS_MAX = 1000
+# Messages of BadRequest begin with the path of the field.
+_FIELD = re.compile(r"([a-z][a-z0-9_]*(?:\[\d+\])?(?:\.[a-z][a-z0-9_]*(?:\[\d+\])?)*): ")
+
+
+def rich_status(error: KVStoreError) -> status_pb2.Status:
+    """google.rpc.Status of an error: code, message, ErrorInfo, and BadRequest where a field is to blame."""
+    name = STATUS[type(error)]
+    message = str(error)[:MESSAGE_CHARS_MAX]
+    status = status_pb2.Status(code=grpc.StatusCode[name].value[0], message=message)
+    reason = re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).upper()
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
+    field = _FIELD.match(message)
+    if isinstance(error, BadRequest) and field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=field[1], description=message[field.end() :]
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Stands in for a request whose bytes are not its message."""
+
+    reason: str
+
+
+class BytesCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Bytes that are no message are the caller's mistake (INVALID_ARGUMENT); by itself gRPC calls it INTERNAL
+    and logs a traceback each time."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith("/kvstore."):
+            return handler
+        parse = handler.request_deserializer
+
+        def checked(data: bytes) -> Any:
+            try:
+                return parse(data)
+            except DecodeError as error:
+                return Malformed(str(error))
+
+        return handler._replace(request_deserializer=checked)
+
+
+async def _abort(context: Any, error: KVStoreError) -> NoReturn:
+    status = rich_status(error)
+    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+    await context.abort(grpc.StatusCode[STATUS[type(error)]], status.message)
+    raise AssertionError("abort() does not return")
+
+
+def answers(method: Callable[[Any, Any, Any], Awaitable[T]]) -> Callable[[Any, Any, Any], Awaitable[T]]:
+    """For a method of a servicer: no work after the deadline, and every error becomes its status."""
+
+    @functools.wraps(method)
+    async def guarded(self: Any, request: Any, context: Any) -> T:
+        try:
+            left_s = context.time_remaining()
+            if left_s is not None and left_s <= 0:
+                raise DeadlineExceeded("the deadline passed before the call began")
+            if isinstance(request, Malformed):
+                raise BadRequest(f"request: not a message of {method.__name__}: {request.reason}")
+            return await method(self, request, context)
+        except KVStoreError as error:
+            log.debug("call refused", call=method.__name__, reason=str(error))
+            await _abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # a bug of ours costs one call, not the daemon
+            log.exception("bug", call=method.__name__)
+            what = f"internal error: {type(error).__name__}; see the daemon's log"
+            await _abort(context, KVStoreError(what))
+
+    return guarded
+
+
+@contextlib.asynccontextmanager
+async def deadline(seconds: float, message: str) -> AsyncIterator[None]:
+    """Bound one wait.
+
+    Raises:
+        DeadlineExceeded: it took longer.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(message) from None

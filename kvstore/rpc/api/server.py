@@ -1,0 +1,141 @@
+"""The gRPC server: addresses, limits, health, reflection, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from kvstore.checks import Checks
+from kvstore.errors import ConfigError
+from kvstore.rpc.api.access import Access, OpenAccess
+from kvstore.rpc.api.admin import AdminService
+from kvstore.rpc.api.copies import Copies
+from kvstore.rpc.api.failures import BytesCheck
+from kvstore.rpc.api.service import StoreService
+from kvstore.rpc.endpoints import Endpoint, endpoints
+from kvstore.rpc.server import free_path
+from kvstore.store import Store
+from kvstore.v1 import store_pb2, store_pb2_grpc
+
+__all__ = ["GrpcServer"]
+
+log = structlog.get_logger()
+
+# A peer that vanished without a word is noticed within 40 s; one that pings more often is told to stop.
+KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, PING_INTERVAL_MS = 30_000, 10_000, 5_000
+METADATA_BYTES_MAX = 16 << 10
+SERVICES = tuple(service.full_name for service in store_pb2.DESCRIPTOR.services_by_name.values())
+
+
+class GrpcServer:
+    """The public API of one store, on the running loop.
+
+    Args:
+        access: who may do what.
+    """
+
+    def __init__(self, store: Store, access: Access | None = None) -> None:
+        self._store = store
+        self._limits = store.config.grpc
+        self._access = access or OpenAccess()
+        self._server: grpc.aio.Server | None = None
+        self._copies: Copies | None = None
+        self._checks: Checks | None = None
+        self.service: StoreService | None = None
+        self._health = health_aio.HealthServicer()
+        self._inodes: dict[Path, int] = {}
+        self.addresses: list[str] = []
+        """Where it listens, with the port that the kernel chose for port 0."""
+
+    async def open(self) -> None:
+        """Bind every address and serve.
+
+        Raises:
+            ConfigError: an address is in use or cannot be bound; nothing is left open.
+        """
+        limits = self._limits
+        self._copies = Copies(asyncio.get_running_loop(), limits.copy_threads, limits.buffer_bytes_max)
+        self.service = StoreService(self._store, self._copies, self._access)
+        server = self._server = grpc.aio.server(
+            interceptors=(BytesCheck(),),
+            maximum_concurrent_rpcs=limits.calls_max,
+            options=(
+                ("grpc.max_receive_message_length", limits.message_bytes_max),
+                ("grpc.max_concurrent_streams", limits.calls_max),
+                ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+                ("grpc.so_reuseport", 0),  # a second daemon on the port is an error, not a coin toss
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_INTERVAL_MS),
+            ),
+        )
+        store_pb2_grpc.add_StoreServicer_to_server(self.service, server)
+        self._checks = Checks(self._store, asyncio.get_running_loop())
+        admin = AdminService(self._store, self.service, self._access, self._checks)
+        store_pb2_grpc.add_AdminServicer_to_server(admin, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (
+            *SERVICES,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, server)
+        try:
+            for endpoint in endpoints(self._store.config):
+                self._bind(server, endpoint)
+            await server.start()
+        except BaseException:  # whatever it was, no socket stays open
+            await self.close()
+            raise
+        for name in ("", *SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def _bind(self, server: grpc.aio.Server, endpoint: Endpoint) -> None:
+        mode = self._store.config.daemon.socket_mode
+        if endpoint.path is not None:
+            free_path(endpoint.path, "grpc.listen")
+        previous = os.umask(0o777 & ~mode)
+        try:
+            port = server.add_insecure_port(endpoint.address)
+        except RuntimeError as error:
+            raise ConfigError(f"grpc.listen: cannot bind {endpoint.address}: {error}") from None
+        finally:
+            os.umask(previous)
+        if endpoint.path is None:
+            host = endpoint.address.rpartition(":")[0]
+            self.addresses.append(f"{host}:{port}")
+            address = self.addresses[-1]
+            log.warning("plaintext TCP: whoever reaches it may act as any tenant", address=address)
+        else:
+            self._inodes[endpoint.path] = endpoint.path.stat().st_ino
+            self.addresses.append(endpoint.address)
+
+    async def close(self) -> None:
+        """Tell health watchers, let calls end within `grpc.stop_s`, then cancel them; unpin everything."""
+        await self._health.enter_graceful_shutdown()
+        if self.service is not None:
+            self.service.stop()
+        if self._server is not None:
+            await self._server.stop(self._limits.stop_s)
+            self._server = None
+        for path, inode in self._inodes.items():  # another daemon may have taken the path over
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+        self._inodes.clear()
+        self.addresses.clear()
+        if self._checks is not None:
+            self._checks.close()
+            self._checks = None
+        if self.service is not None:
+            await self.service.settle()
+            self.service = None
+        if self._copies is not None:
+            await self._copies.close()
+            self._copies = None

@@ -1,0 +1,203 @@
+"""Store of protos/kvstore/v1: one method per call, each readable from top to bottom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from kvstore.errors import BadRequest, LimitExceeded, Refused
+from kvstore.group import Group
+from kvstore.rpc.api import asking, observing, saving
+from kvstore.rpc.api.access import Access, Verb, peer_of
+from kvstore.rpc.api.chains import Asked, resolve
+from kvstore.rpc.api.copies import Copies
+from kvstore.rpc.api.failures import answers
+from kvstore.rpc.api.fetching import Fetching
+from kvstore.rpc.api.holding import Held, Holdings, new_caller
+from kvstore.rpc.api.watching import Watching
+from kvstore.store import Store
+from kvstore.types import SaveResult
+from kvstore.v1 import store_pb2 as pb
+from kvstore.v1.store_pb2_grpc import StoreServicer
+
+__all__ = ["StoreService"]
+
+LEASES_PER_RENEW_MAX = 4096
+EPOCH_BYTES = 16
+
+
+class StoreService(StoreServicer):  # type: ignore[misc]  # generated without types
+    """The service, on the loop that owns the store.
+
+    Args:
+        store: what is asked.
+        copies: threads and buffers for block bytes.
+        access: who may do what.
+    """
+
+    def __init__(self, store: Store, copies: Copies, access: Access) -> None:
+        self._store = store
+        self._limits = store.config.grpc
+        self._copies = copies
+        self._access = access
+        self.holdings = Holdings(store, self._limits)
+        self.streams = 0
+        self._watching: set[Watching] = set()
+        self._publishing: set[asyncio.Task[SaveResult]] = set()
+
+    @property
+    def subscribers(self) -> int:
+        """Subscribe streams that are open."""
+        return len(self._watching)
+
+    def stop(self) -> None:
+        """Streams that never end by themselves end now; others may go on."""
+        for watching in tuple(self._watching):
+            watching.stop()
+
+    async def settle(self) -> None:
+        """After the last call: wait for what is still being published, and end every lease."""
+        if self._publishing:
+            await asyncio.wait(self._publishing)
+        self.holdings.close()
+
+    def _check(self, context: Any, verb: Verb, tenant: str) -> None:
+        self._access.check(peer_of(context), verb, tenant)
+
+    async def _resolve(self, context: Any, verb: Verb, chain: pb.Chain) -> Asked:
+        self._check(context, verb, chain.tenant)
+        return await resolve(self._store, self._limits, chain)
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[None]:
+        most = self._limits.streams_max
+        if self.streams >= most:
+            raise LimitExceeded(f"stream: grpc.streams_max = {most} Fetch and Save streams are open")
+        self.streams += 1
+        try:
+            yield
+        finally:
+            self.streams -= 1
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    @answers
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802  (names of the service)
+        asked = await self._resolve(context, Verb.READ, request.chain)
+        held = self.holdings.grant(asked)
+        if held is None:
+            return asking.missed(self._store.epoch, asked)
+        context.add_done_callback(lambda done: self._if_cancelled(done, held))
+        return asking.found(self._store.epoch, asked, held, self._limits.lease_s)
+
+    def _if_cancelled(self, done: Any, held: Held) -> None:
+        """A caller that was gone before the answer knows no lease to release."""
+        if done.cancelled():
+            self.holdings.end(held)
+
+    @answers
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:  # noqa: N802
+        asked = await self._resolve(context, Verb.READ, request.chain)
+        return asking.planned(self._store.epoch, asked)
+
+    @answers
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
+        with self._stream():
+            held = await self._hold(request, context)
+            try:
+                await self._fetch(request, context, held)
+            finally:
+                if held is not None and held.id != request.lease:  # the stream's own
+                    self.holdings.end(held)
+
+    async def _hold(self, request: pb.FetchRequest, context: Any) -> Held | None:
+        """The lease to read under: the one named, or one of the stream's own; None when nothing is known."""
+        if not request.lease and not request.HasField("chain"):
+            raise BadRequest("lease: name a lease, a chain, or both")
+        if request.lease and (self.holdings.knows(request.lease) or not request.HasField("chain")):
+            held = self.holdings.find(request.lease)
+            self._check(context, Verb.READ, held.tenant)
+            return held
+        return self.holdings.grant(await self._resolve(context, Verb.READ, request.chain))
+
+    async def _fetch(self, request: pb.FetchRequest, context: Any, held: Held | None) -> None:
+        start, known = request.start, 0 if held is None else len(held.lease.nodes)
+        if request.stop and request.stop < start:
+            raise BadRequest(f"stop: {request.stop} is before start = {start}")
+        stop = min(request.stop or known, known)
+        if held is None or start >= stop:
+            reason = f"blocks [0, {known}) are known; start = {start}"
+            header = pb.FetchHeader(epoch=self._store.epoch, start=start, stop=start)
+            if held is not None:
+                header.block_bytes = held.layout.block_bytes
+            await context.write(pb.FetchResponse(header=header))
+            await context.write(pb.FetchResponse(end=pb.FetchEnd(stop=start, reason=reason)))
+            return
+        stream = Fetching(self._store, self._copies, self.holdings, held, context, self._limits.stall_s)
+        await stream.run(start, stop)
+
+    @answers
+    async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewResponse:  # noqa: N802
+        if len(request.leases) > LEASES_PER_RENEW_MAX:
+            raise LimitExceeded(f"leases: more than {LEASES_PER_RENEW_MAX} in one request")
+        ended = []
+        for lease in request.leases:
+            if self.holdings.knows(lease):
+                held = self.holdings.find(lease)
+                self._check(context, Verb.READ, held.tenant)
+            else:
+                ended.append(lease)
+        return pb.RenewResponse(epoch=self._store.epoch, lease_s=self._limits.lease_s, ended=ended)
+
+    @answers
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:  # noqa: N802
+        held = self.holdings.find(request.lease)
+        self._check(context, Verb.READ, held.tenant)
+        self.holdings.end(held)
+        return pb.ReleaseResponse(epoch=self._store.epoch)
+
+    # ---- writing -----------------------------------------------------------------------------------------
+
+    @answers
+    async def Save(self, _: object, context: Any) -> pb.SaveResponse:  # noqa: N802
+        with self._stream():
+            header = await saving.next_item(context, self._limits.stall_s, "header")
+            if header is None:
+                raise BadRequest("header: a Save stream begins with one")
+            asked = await self._resolve(context, Verb.SAVE, header.chain)
+            if asked.origin is None:
+                raise Refused(f"tenant: {asked.tenant} reuses nothing, so it saves nothing")
+            if header.start > len(asked):
+                raise BadRequest(f"start: {header.start} is beyond the {len(asked)} blocks of the chain")
+            asked.group.add_root(asked.origin.key, asked.origin.owner, asked.origin.reuse)
+            caller = new_caller(self._store, asked)
+            stream = saving.Saving(self._store, self._copies, asked, header.start, caller, self._publishing)
+            return saving.saved(self._store.epoch, await stream.run(context, self._limits.stall_s))
+
+    # ---- measurements and events -------------------------------------------------------------------------
+
+    @answers
+    async def Observe(self, request: pb.ObserveRequest, context: Any) -> pb.ObserveResponse:  # noqa: N802
+        self._check(context, Verb.OBSERVE, request.tenant)
+        recorded = observing.record(self._group(request.tenant), request)
+        return pb.ObserveResponse(epoch=self._store.epoch, recorded=recorded)
+
+    @answers
+    async def Subscribe(self, request: pb.SubscribeRequest, context: Any) -> None:  # noqa: N802
+        self._check(context, Verb.SUBSCRIBE, request.tenant)
+        if len(request.epoch) not in (0, EPOCH_BYTES):
+            raise BadRequest(f"epoch: need {EPOCH_BYTES} bytes or none, got {len(request.epoch)}")
+        most = self._limits.subscribers_max
+        if self.subscribers >= most:
+            raise LimitExceeded(f"subscribe: grpc.subscribers_max = {most} are subscribed")
+        watching = Watching(self._group(request.tenant), context, self._limits.stall_s)
+        self._watching.add(watching)
+        try:
+            await watching.run(request.epoch, request.sequence)
+        finally:
+            self._watching.discard(watching)
+
+    def _group(self, tenant: str) -> Group:
+        return self._store.group_of([tenant])
