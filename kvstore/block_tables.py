@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore._native import KEYS_MAX, NONE, Allocation
+from kvstore.callers import Caller
 from kvstore.errors import BadRequest, KVStoreError
-from kvstore.group import Caller, Group
+from kvstore.group import Group
 from kvstore.leases import Lease
 from kvstore.store import Store
 from kvstore.tiers.gpu import OwnedPool

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import structlog
 
 from kvstore import _native
+from kvstore.callers import Checked
 from kvstore.errors import LimitExceeded
-from kvstore.group import Checked, Group
+from kvstore.group import Group
 from kvstore.store import Store
 from kvstore.tiers.gpu import OwnedPool
 

@@ -11,7 +11,8 @@ import structlog
 from numpy.typing import NDArray
 
 from kvstore._native import NONE
-from kvstore.group import Engine, Group
+from kvstore.callers import Engine
+from kvstore.group import Group
 from kvstore.store import Store
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.types import Reuse

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvstore.callers import Caller, Engine
 from kvstore.errors import BadRequest
 from kvstore.events import EventKind
-from kvstore.group import Caller, Engine, Group
+from kvstore.group import Group
 from kvstore.keys import KEY_BYTES
 from kvstore.tiers.gpu import BorrowedPool, OwnedPool
 from kvstore.tiers.noop import NoTier

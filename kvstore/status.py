@@ -11,7 +11,8 @@ import os
 from dataclasses import asdict
 
 from kvstore import __version__
-from kvstore.group import Engine, Group
+from kvstore.callers import Engine
+from kvstore.group import Group
 from kvstore.store import Store
 
 __all__ = ["quarantined", "status"]

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from kvstore import _native
 from kvstore._native import NONE, Reserved, Walk
+from kvstore.callers import Caller
 from kvstore.clock import Clock
 from kvstore.config import Config, Salts
 from kvstore.errors import BadRequest, NotFound, Refused
 from kvstore.events import Snapshot
-from kvstore.group import ALARM_LOOKUPS, Caller, Group
+from kvstore.group import ALARM_LOOKUPS, Group
 from kvstore.keys import KEY_BYTES
 from kvstore.leases import Lease, LeaseState
 from kvstore.memory import open_memory

@@ -16,8 +16,9 @@ import numpy as np
 
 from kvstore import _native
 from kvstore._native import NONE, SlotFormat
+from kvstore.callers import Caller, Engine
 from kvstore.errors import BadRequest, LayoutRefused, LimitExceeded, Refused
-from kvstore.group import Caller, Engine, Group
+from kvstore.group import Group
 from kvstore.keys import test_vector
 from kvstore.rpc.messages import PROTOCOL_VERSION, Attach, Layout, pattern
 from kvstore.store import Store

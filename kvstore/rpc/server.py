@@ -17,10 +17,10 @@ from pathlib import Path
 import structlog
 
 from kvstore import engines
+from kvstore.callers import Caller
 from kvstore.checks import Checks
 from kvstore.config import DaemonConfig
 from kvstore.errors import ConfigError
-from kvstore.group import Caller
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.later import Later
 from kvstore.rpc.request_log import RequestLog

@@ -17,9 +17,9 @@ import structlog
 from numpy.typing import NDArray
 
 from kvstore import _native, block_tables, engines
+from kvstore.callers import Caller
 from kvstore.checks import Checks
 from kvstore.errors import STATUS, BadRequest, KVStoreError, LayoutRefused, Refused
-from kvstore.group import Caller
 from kvstore.rpc import messages as m
 from kvstore.rpc.attach import Proof, caller_of, check_hello
 from kvstore.rpc.connection import Connection

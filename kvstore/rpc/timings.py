@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.callers import Caller
 from kvstore.errors import BadRequest
-from kvstore.group import Caller
 from kvstore.meters import Meters
 from kvstore.rpc.messages import TIMINGS_MAX, Timings
 

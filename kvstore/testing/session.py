@@ -10,7 +10,7 @@ import numpy as np
 from kvstore import _native, block_tables, engines
 from kvstore._native import FILLING, NONE
 from kvstore.block_tables import Demotion, Table
-from kvstore.group import Caller, Engine
+from kvstore.callers import Caller, Engine
 from kvstore.keys import KeyChain, probe_positions
 from kvstore.leases import Lease
 from kvstore.store import Match, Published, Reservation, Store

@@ -252,35 +252,16 @@ async def test_a_call_that_comes_too_late_does_nothing() -> None:
 # ---- measurements -----------------------------------------------------------------------------------------
 
 
-class Seen:
-    """Meters that remember."""
-
-    def __init__(self) -> None:
-        self.all: list[tuple[object, ...]] = []
-
-    def observe_ttft(self, seconds: float, warm: bool, tenant: str) -> None:
-        self.all.append(("ttft", seconds, warm, tenant))
-
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        self.all.append(("prefill", tokens, seconds))
-
-
-async def test_measurements_are_recorded_all_or_none(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = Seen()
-    monkeypatch.setattr(endpoint.driver.group(), "meters", seen, raising=False)
+async def test_measurements_are_recorded_all_or_none(endpoint: Endpoint) -> None:
+    meters = endpoint.driver.group().meters
     request = pb.ObserveRequest(
         tenant="default",
         first_tokens=[pb.FirstToken(seconds=0.25, warm=True), pb.FirstToken(seconds=2.0)],
         prefill_steps=[pb.PrefillStep(tokens=512, seconds=0.125)],
     )
     assert (await endpoint.store.Observe(request)).recorded == 3
-    assert seen.all == [
-        ("ttft", 0.25, True, "default"),
-        ("ttft", 2.0, False, "default"),
-        ("prefill", 512, 0.125),
-    ]
+    assert (meters.ttft[True].sum, meters.ttft[False].sum) == (0.25, 2.0)
+    assert (meters.prefill_tokens, meters.prefill_seconds) == (512, 0.125)
     for field, bad in {
         "first_tokens[1].seconds": {"first_tokens": [pb.FirstToken(), pb.FirstToken(seconds=-1)]},
         "first_tokens[0].seconds": {"first_tokens": [pb.FirstToken(seconds=math.nan)]},
@@ -292,7 +273,7 @@ async def test_measurements_are_recorded_all_or_none(
         assert failure(caught.value).fields == [field]
     many = pb.ObserveRequest(tenant="default", first_tokens=[pb.FirstToken()] * 1025)
     await exhausted(endpoint.store.Observe(many), "measurements_max = 1024")
-    assert len(seen.all) == 3
+    assert (meters.ttft[True].count, meters.ttft[False].count, meters.prefill_tokens) == (1, 1, 512)
 
 
 # ---- the table of errors ----------------------------------------------------------------------------------

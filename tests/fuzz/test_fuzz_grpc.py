@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+
 from tests.fuzz.grpc_messages import Call, Fuzzer, batches
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.callers import Caller, Engine
 from kvstore.config import GrpcConfig
 from kvstore.errors import BadRequest, LimitExceeded, NotFound
-from kvstore.group import Caller, Engine
 from kvstore.keys import probe_positions
 from kvstore.leases import Lease, LeaseState
 from kvstore.rpc.api.chains import Asked

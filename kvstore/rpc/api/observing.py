@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from kvstore.errors import BadRequest, LimitExceeded
 from kvstore.group import Group
 from kvstore.v1 import store_pb2 as pb
 
-__all__ = ["Meters", "record"]
+__all__ = ["record"]
 
 # Of each kind in one request; a connector reports every second or so.
 MEASUREMENTS_MAX = 1024
 SECONDS_MAX = 86_400.0
 
 
-class Meters(Protocol):
-    """Where measurements go."""
-
-    def observe_ttft(self, seconds: float, warm: bool, tenant: str) -> None:
-        """Time to the first token of one request."""
-        ...
-
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """One step that computed prompt tokens."""
-        ...
-
-
 def record(group: Group, request: pb.ObserveRequest) -> int:
     """Check an ObserveRequest and record it, all or nothing.
 
     Returns:
-        Measurements that were recorded: 0 when this daemon keeps no metrics.
+        Measurements that were recorded.
 
     Raises:
         BadRequest, LimitExceeded: the message names the field; nothing was recorded.
@@ -47,13 +34,10 @@ def record(group: Group, request: pb.ObserveRequest) -> int:
         _check_seconds(f"prefill_steps[{number}].seconds", step.seconds)
         if not step.tokens:
             raise BadRequest(f"prefill_steps[{number}].tokens: need at least 1")
-    meters: Meters | None = getattr(group, "meters", None)
-    if meters is None:
-        return 0
     for first in firsts:
-        meters.observe_ttft(first.seconds, first.warm, request.tenant)
+        group.meters.observe_ttft(first.seconds, first.warm, request.tenant)
     for step in steps:
-        meters.observe_prefill(step.tokens, step.seconds)
+        group.meters.observe_prefill(step.tokens, step.seconds)
     return len(firsts) + len(steps)
 
 

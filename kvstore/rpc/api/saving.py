@@ -18,8 +18,8 @@ import numpy as np
 
 from kvstore import _native, engines
 from kvstore._native import NONE, OK
+from kvstore.callers import Caller
 from kvstore.errors import BadRequest
-from kvstore.group import Caller
 from kvstore.rpc.api.chains import Asked
 from kvstore.rpc.api.copies import Buffer, Copies
 from kvstore.rpc.api.failures import Malformed, deadline

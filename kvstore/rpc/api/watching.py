@@ -66,10 +66,12 @@ class Watching:
                 replay = log.since(epoch, sequence, EVENTS_PER_TURN)
                 if replay.gap:
                     epoch, sequence = log.epoch, await self._snapshot()
+                    log.heard(listener, sequence)
                     continue
                 for event in replay.events:
                     await self._event(event)
                     sequence = event.sequence
+                log.heard(listener, sequence)
                 if not replay.events:
                     await wake.wait()
             raise Unavailable("the daemon stops; subscribe again with your epoch and sequence")
