@@ -73,7 +73,8 @@ def _sample(kind: type[msgspec.Struct], root: bytes) -> Any:
     if kind is m.Attach:
         return hello(SMALL)
     by_type = {"int": 0, "bytes": root, "bool": True, "Literal['owned', 'borrowed']": "owned"}
-    return kind(*[by_type[str(kind.__annotations__[name])] for name in kind.__struct_fields__])
+    types = [str(kind.__annotations__[name]) for name in kind.__struct_fields__]
+    return kind(*[[] if name.startswith("list") else by_type[name] for name in types])
 
 
 @pytest.fixture
