@@ -1,8 +1,8 @@
 """Slots that processes of an earlier daemon's time may still be writing (LAWS A1, A7).
 
-Such a slot stays FILLING, for a stand-in node that nobody can look up. It belongs to an engine, as it did; when
-every process that the engine had then is gone, or has attached again and said `quiesced`, it is freed. So a
-stopped engine keeps its own slots out of use and nobody else's.
+Such a slot stays FILLING, for a stand-in node that nobody can look up. It belongs to an engine, as it did;
+when every process that the engine had then is gone, or has attached again and said `quiesced`, it is freed.
+So a stopped engine keeps its own slots out of use and nobody else's.
 """
 
 from __future__ import annotations

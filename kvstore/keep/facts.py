@@ -1,8 +1,8 @@
 """What a kept arena depends on, in a sealed memfd beside it: another daemon compares before it adopts.
 
-Random salts are in here too: without them no key of the arena could ever be computed again. They live in memory
-as the arena does, never on disk and never in a log. Salts of a secrets file are not: a digest tells whether the
-file still holds the same.
+Random salts are in here too: without them no key of the arena could ever be computed again. They live in
+memory as the arena does, never on disk and never in a log. Salts of a secrets file are not: a digest tells
+whether the file still holds the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         random = not config.daemon.secrets_file
         host = config.host
         groups = {
-            name: GroupFacts(host.capacity_bytes, host.slab_bytes, {} if random else _digests(config, salts, name))
+            name: GroupFacts(
+                host.capacity_bytes, host.slab_bytes, {} if random else _digests(config, salts, name)
+            )
             for name in config.groups()
         }
         return Facts(

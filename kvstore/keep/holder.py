@@ -3,8 +3,9 @@
     python -m kvstore.keep.holder SOCKET LIMIT_S LISTENER_FD OWNER_FD
 
 It maps nothing, so it costs a Python interpreter and no more; a memfd lives as long as somebody holds it. It
-gives everything to one daemon at a time: the one before must have closed its connection *and* be gone. It ends
-when it is told to, when no daemon has come for LIMIT_S, and when its daemon leaves without having put anything.
+gives everything to one daemon at a time: the one before must have closed its connection *and* be gone. It
+ends when it is told to, when no daemon has come for LIMIT_S, and when its daemon leaves without having put an
+arena.
 """
 
 from __future__ import annotations

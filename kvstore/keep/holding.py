@@ -42,7 +42,9 @@ def holder_path(daemon_socket: str) -> Path:
     """
     path = f"{daemon_socket}.keep"
     if len(path.encode()) > 107:
-        raise ConfigError("daemon.socket: need at most 102 bytes with daemon.keep_arena (SOCKET.keep lies beside it)")
+        raise ConfigError(
+            "daemon.socket: need at most 102 bytes with daemon.keep_arena (SOCKET.keep lies beside it)"
+        )
     return Path(path)
 
 
@@ -308,7 +310,7 @@ class Holding:
         self._waiting.clear()
 
     def _reap(self) -> None:
-        """A holder of our own that has ended must not stay as a zombie; one that lives is not ours to wait for."""
+        """A holder of our own that has ended must not stay as a zombie."""
         if self._pidfd >= 0:
             if self._child and has_ended(self._pidfd):
                 os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)

@@ -1,9 +1,9 @@
 """What a daemon keeps for the next one, and what it got from the one before.
 
-    open   take what is kept, compare it with the configuration, let go of what is of no use
-    arena  a group's descriptors, to adopt; `refuse` when that fails, `hold` when a fresh one was made instead
-    attached, gone   a process may write, may not any more
-    leave | end      the daemon ends and everything stays | and nothing stays
+open   take what is kept, compare it with the configuration, let go of what is of no use
+arena  a group's descriptors, to adopt; `refuse` when that fails, `hold` when a fresh one was made instead
+attached, gone   a process may write, may not any more
+leave | end      the daemon ends and everything stays | and nothing stays
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ def let_go_of_leftovers(config: Config, environ: MutableMapping[str, str]) -> No
     Raises:
         ConfigError: a daemon that runs has it.
     """
-    left = end_leftover(holder_path(config.daemon.socket)) if len(config.daemon.socket.encode()) <= 102 else False
+    left = (
+        end_leftover(holder_path(config.daemon.socket))
+        if len(config.daemon.socket.encode()) <= 102
+        else False
+    )
     store = SystemdStore(environ)
     found = store.take()
     close_all(list(found.values()))
@@ -172,6 +176,13 @@ class Keeping:
     def hold(self, group: str, fds: Mapping[str, int]) -> None:
         """Keep a fresh arena: {"data": fd, "ledger": fd}."""
         self._keeper.put({f"{kind}.{group}": fd for kind, fd in fds.items()})
+
+    def writers(self) -> dict[bytes, list[int]]:
+        """Engine id → numbers of its processes, from before, that may still write."""
+        found: dict[bytes, list[int]] = {}
+        for writer in self.former:
+            found.setdefault(writer.row.engine, []).append(writer.row.number)
+        return found
 
     # ---- writers -------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """systemd as keeper: its descriptor store, and the two words every service tells it.
 
-A unit with `FileDescriptorStoreMax=` larger than two per arena and one per engine process gets its descriptors
-back at the next start (`LISTEN_FDS`, `LISTEN_FDNAMES`). systemd lets go of all of them when the unit stops for
-good. Protocol: sd_notify(3), sd_pid_notify_with_fds(3), sd_listen_fds(3).
+A unit with `FileDescriptorStoreMax=` larger than two per arena and one per engine process gets its
+descriptors back at the next start (`LISTEN_FDS`, `LISTEN_FDNAMES`). systemd lets go of all of them when the
+unit stops for good. Protocol: sd_notify(3), sd_pid_notify_with_fds(3), sd_listen_fds(3).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FDS_MAX = 1 << 18
 
 
 def offers_store(environ: Mapping[str, str]) -> bool:
-    """Whether the service manager keeps descriptors for this unit (systemd 254 says so, older ones by deed)."""
+    """Whether the service manager keeps descriptors for us (systemd 254 says so, older ones by deed)."""
     stored = environ.get("FDSTORE", "0").isdigit() and int(environ.get("FDSTORE", "0")) > 0
     return "NOTIFY_SOCKET" in environ and (stored or "LISTEN_FDNAMES" in environ)
 

@@ -4,12 +4,12 @@
                       {"do": "put", "names": [...]} + fds      hold these, under these names
                       {"do": "drop", "names": [...]}
                       {"do": "end"}                            let everything go and end
-    holder → daemon   {"names": [...], "more": true} + fds     answers take, in as many packets as it needs; the
-                                                               first brings the holder's own pidfd as "holder"
+    holder → daemon   {"names": [...], "more": true} + fds     answers take, in as many packets as needed; the
+                                                               first has the holder's own pidfd, "holder"
                       {"busy": "why", "wait": true}            not yours, or not yet
 
-Every packet has "v". Only "end" means the same in every version, so that a daemon can always be rid of a holder
-that it does not understand. SOCK_SEQPACKET: a packet arrives whole or not at all.
+Every packet has "v". Only "end" means the same in every version, so that a daemon can always be rid of a
+holder that it does not understand. SOCK_SEQPACKET: a packet arrives whole or not at all.
 """
 
 from __future__ import annotations

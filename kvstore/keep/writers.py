@@ -1,8 +1,8 @@
 """Which processes may be writing to a kept arena: a table in shared memory, true at every instant.
 
-A row is made before a session is told of the arena, and goes when the process is known to write no more. Beside
-it the keeper holds the process's pidfd under the row's name. So after a crash: no row, no writer; a row without
-a pidfd is a process whose end nobody can see.
+A row is made before a session is told of the arena, and goes when the process is known to write no more.
+Beside it the keeper holds the process's pidfd under the row's name. So after a crash: no row, no writer; a
+row without a pidfd is a process whose end nobody can see.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // Python's view of what outlives a daemon: Ledger, Survey, Adopted.
-#include <string>
+#include <nanobind/stl/string.h>
 
 #include "bindings.h"
 #include "pool.h"
