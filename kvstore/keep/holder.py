@@ -111,6 +111,8 @@ class Holder:
             if why:
                 send(sock, {"busy": why, "wait": self._owner is None})
                 return
+            if self._ended:
+                return
         if do == "end":
             self._ended = True
         elif do == "take" and sock is not self._owner and message["v"] == VERSION:
@@ -128,6 +130,10 @@ class Holder:
 
     def _taken(self) -> str:
         """Why nobody else may have it now, "" if one may."""
+        if self._owner is not None and self._owner_pidfd >= 0 and has_ended(self._owner_pidfd):
+            # Its end and this question came together: what it had sent before counts, then it is gone.
+            while self._owner is not None:
+                self._hear(self._owner)
         if self._owner is not None:
             return "a daemon that runs has it"
         if self._owner_pidfd >= 0 and not has_ended(self._owner_pidfd):

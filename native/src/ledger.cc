@@ -66,12 +66,16 @@ void Ledger::ready(SlotId slot, const LedgerBlock& block) noexcept {
   LedgerEntry& entry = entries_[slot];
   entry.key = block.key;
   entry.parent = block.parent;
-  entry.sequence = ++sequence_;
+  touch(slot);
   entry.depth = block.depth;
   entry.length = block.length;
   entry.crc = block.crc;
   entry.sum = ledger_sum(entry);
   set_state(slot, SlotState::kReady);
+}
+
+void Ledger::touch(SlotId slot) noexcept {
+  __atomic_store_n(&entries_[slot].sequence, ++sequence_, __ATOMIC_RELAXED);
 }
 
 void Ledger::free(SlotId slot) noexcept { set_state(slot, SlotState::kFree); }

@@ -32,17 +32,17 @@ struct alignas(64) LedgerEntry {
   Key key;
   Key parent;                // the root's key at depth 1
   std::uint64_t generation;  // of the last hand-out
-  std::uint64_t sequence;    // of the publish: 1, 2, 3, …
   Owner owner;
   SlotFormat format;
   std::uint32_t depth;
   std::uint32_t length;
-  std::uint32_t crc;    // CRC32C of the slot's CRC table
-  std::uint32_t sum;    // CRC32C of everything above
-  std::uint32_t state;  // SlotState; read and written through the functions below
+  std::uint32_t crc;       // CRC32C of the slot's CRC table
+  std::uint32_t sum;       // CRC32C of everything above
+  std::uint32_t state;     // SlotState; read and written through the functions below
+  std::uint64_t sequence;  // of the last use: 1, 2, 3, …; decides who leaves first, nothing else
 };
 static_assert(sizeof(LedgerEntry) == 128);
-static_assert(offsetof(LedgerEntry, sum) == 120 && offsetof(LedgerEntry, generation) == 64);
+static_assert(offsetof(LedgerEntry, sum) == 112 && offsetof(LedgerEntry, generation) == 64);
 
 std::uint32_t ledger_sum(const LedgerEntry& entry) noexcept;
 
@@ -70,6 +70,8 @@ class Ledger {
   void filling(SlotId slot, std::uint64_t generation, const Owner& owner, const SlotFormat& format) noexcept;
   // The slot that is FILLING holds this now.
   void ready(SlotId slot, const LedgerBlock& block) noexcept;
+  // The block was used now, and its chain with it.
+  void touch(SlotId slot) noexcept;
   // Nothing of the slot is worth anything. Its generation stays.
   void free(SlotId slot) noexcept;
   // The same for a slot that will not be handed on as it was: its next generation is `generation` + 1.
@@ -79,7 +81,7 @@ class Ledger {
   SlotState state(SlotId slot) const noexcept;
   // Every slot that was ever handed out, ascending. Skips what was never written without touching it.
   std::vector<SlotId> used() const;
-  // The next publish gets a sequence above this one.
+  // The next use gets a sequence above this one.
   void continue_after(std::uint64_t sequence) noexcept { sequence_ = sequence; }
 
   std::size_t pages() const noexcept { return pages_; }

@@ -277,6 +277,7 @@ std::vector<SlotId> HostPool::slots(std::span<const NodeId> nodes) const {
 void HostPool::touch(NodeId node) {
   index_.require(node, "node");
   policy_.touch(node);
+  if (ledger_ && index_.node(node).host_slot != kNone) ledger_->touch(index_.node(node).host_slot);
 }
 
 std::vector<NodeId> HostPool::missing(NodeId node) const {

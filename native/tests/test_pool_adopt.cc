@@ -226,11 +226,12 @@ TEST_CASE("pool adopt: random lives go on where they were cut") {
   CHECK(orphaned > 20);
 }
 
-TEST_CASE("pool adopt: eviction goes on in the order of the saves") {
+TEST_CASE("pool adopt: eviction goes on in the order of the last uses") {
   Boot first;
   const SlotFormat& format = kFormats[2];
   const NodeId root = first.index.root(key_of(0));
-  for (std::uint64_t name : {5, 3, 9, 1}) first.save(root, {key_of(name)}, format);
+  for (std::uint64_t name : {9, 5, 3, 9, 1}) first.save(root, {key_of(name)}, format);
+  for (std::uint64_t name : {9, 1}) first.pool.touch(first.index.find(key_of(name)));
   Boot next(first);
   for (std::uint64_t name : {5, 3, 9, 1}) {
     REQUIRE(next.slot_of(key_of(name)) != kNone);

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from raw_session import RawSession
 
+from kvstore.keep.holding import end_leftover
+
 __all__ = ["WAIT_S", "RealDaemon", "eventually", "live_with_parent"]
 
 T = TypeVar("T")
@@ -151,6 +153,7 @@ class RealDaemon:
             self.process.kill()
         if self._process is not None:
             self._process.wait(WAIT_S)
+        end_leftover(Path(f"{self.socket}.keep"))  # a holder outlives a daemon that was killed
 
     # ---- questions ----------------------------------------------------------------------------------------
 
