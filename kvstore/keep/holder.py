@@ -62,8 +62,8 @@ class Holder:
             for key, _ in self._selector.select(self._patience_s()):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket):
-                    self._hear(key.fileobj)
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0:
+                    self._hear(key.fileobj)  # (one that an earlier event of this round closed says nothing)
             if self._owner is None and time.monotonic() - self._alone_since >= self._limit_s:
                 break
         self._close()
@@ -176,7 +176,8 @@ class Holder:
         sock.close()
         if sock is self._owner:
             self._owner, self._alone_since = None, time.monotonic()
-            self._ended = self._ended or not self._fds
+            # Without an arena (its daemon never came that far) there is nothing to wait for.
+            self._ended = self._ended or not any(name.startswith("data.") for name in self._fds)
 
     def _close(self) -> None:
         # The address first: who finds it gone must not wait for us.

@@ -92,10 +92,10 @@ class Holding:
         try:
             found = self._taken(self._sock)
         except (Malformed, OSError) as error:
-            log.warning("the holder of the kept arena does not answer; starting cold", reason=str(error))
-            with contextlib.suppress(OSError):
-                send(self._sock, {"do": "end"})
+            log.warning("kept arena dropped, starting cold", reason=f"its holder is of no use: {error}")
             self._sock.close()
+            if isinstance(error, Malformed):  # another version: the one word that it understands
+                end_leftover(self._path)
             self._start()
             return {}
         self._pidfd = found.pop("holder", -1)
