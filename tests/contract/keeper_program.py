@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
+
+from service_manager import take_places
+
 from kvstore.keep.base import Keeper
 from kvstore.keep.holding import Holding
 from kvstore.keep.nothing import KeepNothing
@@ -24,12 +28,7 @@ def keeper_of(kind: str, path: Path, passed: list[int]) -> Keeper:
     if kind == "holder":
         return Holding(path, 600.0)
     if kind == "systemd":
-        # As systemd would have them: from 3 upwards, and meant for this very process.
-        spare = [os.dup(fd) for fd in passed]
-        for number, fd in enumerate(spare, 3):
-            if fd != number:
-                os.dup2(fd, number)
-        os.environ["LISTEN_FDS"], os.environ["LISTEN_PID"] = str(len(passed)), str(os.getpid())
+        take_places(passed)
         assert offers_store(os.environ)
         return SystemdStore(os.environ)
     return KeepNothing()

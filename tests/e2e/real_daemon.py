@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import service_manager
 from raw_session import RawSession
+from service_manager import ServiceManager
 
 from kvstore.keep.holding import end_leftover
 
@@ -89,16 +91,23 @@ class RealDaemon:
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def start(self, wait: bool = True) -> RealDaemon:
-        """Begin, and by default wait until engines may attach."""
+    def start(self, wait: bool = True, under: ServiceManager | None = None) -> RealDaemon:
+        """Begin, and by default wait until engines may attach; `under` a service manager, with its fds."""
+        command = [*self._program, "serve", "--config", str(self.config)]
+        environ, fds = self._environ, []
+        if under is not None:
+            fds = under.fds()
+            environ = {**environ, **under.environ()}
+            command = [service_manager.__file__, str(len(fds)), *map(str, fds), *command]
         with self.log.open("ab") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, *self._program, "serve", "--config", str(self.config)],
+                [sys.executable, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
                 preexec_fn=live_with_parent,
-                env=self._environ,
+                env=environ,
+                pass_fds=fds,
                 cwd=self.folder,
             )
         if wait:

@@ -17,6 +17,7 @@ from fake_engine import BIG, LIMITS, FakeEngine
 from keep_rounds import Rounds
 from real_daemon import WAIT_S, RealDaemon, eventually
 from scene import Scene
+from service_manager import ServiceManager
 
 from kvstore.processes import has_ended
 from kvstore.types import Hit, Miss
@@ -415,6 +416,41 @@ def test_a_second_daemon_gets_nothing(stage: Scene) -> None:
     assert hit_of(engine, 1, 5) == 5
     engine.close()
     daemon.assert_quiet()
+
+
+def test_a_service_manager_keeps_it_too(stage: Scene) -> None:
+    """No holder then; what its store holds is the daemon's again at the next start."""
+    manager = stage.keep(ServiceManager(stage.folder / "notify"))
+    folder = stage.folder / "d"
+    folder.mkdir()
+    daemon: RealDaemon = stage.keep(RealDaemon(folder, {"daemon.keep_arena": "true"}))
+    daemon.start(under=manager)
+    manager.wait_for("READY=1")
+    engine = FakeEngine(daemon.socket, layout=BIG, limits=IMPATIENT).attached()
+    try:
+        engine.saved(1, 10)
+        assert len(engine.client.reserve(engine.chain(2, 3), 0, 3).slots) == 3
+        assert holders(daemon) == []
+        names = manager.names()
+        assert [name for name in names if not name.startswith("peer.")] == [
+            "data.default",
+            "facts.1",
+            "ledger.default",
+            "writers",
+        ]
+        daemon.end(signal.SIGKILL)
+        daemon.start(under=manager)
+        assert events(daemon, "kept arena adopted")[-1]["being_filled"] == 3
+        attached_again(engine, 2)
+        assert hit_of(engine, 1, 10) == 10
+        eventually(lambda: daemon.group()["host"]["filling"] == 0, "it has quiesced")
+    finally:
+        engine.close()
+    daemon.assert_quiet()
+    assert len(manager.names()) == 4, "no pidfd is left behind"
+    assert daemon.end(signal.SIGTERM) == 0
+    assert "STOPPING=1" in manager.said
+    assert manager.names() == []
 
 
 def test_the_holders_door_is_its_owners(stage: Scene) -> None:
