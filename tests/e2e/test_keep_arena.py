@@ -20,6 +20,7 @@ from scene import Scene
 from service_manager import ServiceManager
 
 from kvstore.processes import has_ended
+from kvstore.rpc import messages as m
 from kvstore.types import Hit, Miss
 
 KEEP = {"daemon__keep_arena": "true"}
@@ -250,6 +251,16 @@ def test_a_plain_stop_leaves_nothing(stage: Scene, how: str) -> None:
     assert events(daemon, "kept arena adopted") == []
 
 
+def test_an_engine_may_not_stop_its_daemon(stage: Scene) -> None:
+    daemon = stage.start_daemon()
+    session = stage.session().engine()
+    for keep in (True, False):
+        got = session.ask(m.Stop(keep))
+        assert isinstance(got, m.Failed)
+        assert got.status == "PERMISSION_DENIED"
+    daemon.assert_sound()
+
+
 def test_stop_drops_what_a_crashed_daemon_left(stage: Scene) -> None:
     daemon = stage.start_daemon(**KEEP)
     daemon.end(signal.SIGKILL)
@@ -286,32 +297,27 @@ def test_the_holder_waits_no_longer_than_it_was_told(stage: Scene) -> None:
     assert events(daemon, "kept arena adopted") == []
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "reason"),
-    [
+def test_what_does_not_fit_any_more_is_dropped_with_a_reason(stage: Scene) -> None:
+    daemon = stage.start_daemon('[[tenants]]\nname = "default"', **KEEP)
+    engine = stage.engine(layout=BIG, limits=IMPATIENT)
+    changes = [
         ('capacity_bytes = "16MiB"', 'capacity_bytes = "18MiB"', "host.capacity_bytes was 16777216"),
         ('slab_bytes = "2MiB"', 'slab_bytes = "4MiB"', "host.slab_bytes was 2097152"),
         ("[[tenants]]", '[[tenants]]\ngroup = "other"', "the group is not configured any more"),
-    ],
-)
-def test_what_does_not_fit_any_more_is_dropped_with_a_reason(
-    stage: Scene, before: str, after: str, reason: str
-) -> None:
-    daemon = stage.start_daemon('[[tenants]]\nname = "default"', **KEEP)
-    engine = stage.engine(layout=BIG, limits=IMPATIENT)
+    ]
+    for generation, (before, after, reason) in enumerate(changes, 2):
+        engine.saved(1, 5)  # each time it is kept like any other, and lost by the change
+        daemon.end(signal.SIGKILL)
+        edit(daemon, before, after)
+        daemon.start()
+        assert reason in events(daemon, "kept arena dropped, starting cold")[-1]["reason"]
+        attached_again(engine, generation)
+        assert isinstance(engine.client.lookup(engine.chain(1, 5)), Miss)
+    assert len(events(daemon, "kept arena dropped, starting cold")) == 3
     engine.saved(1, 5)
     daemon.end(signal.SIGKILL)
-    edit(daemon, before, after)
     daemon.start()
-    (dropped,) = events(daemon, "kept arena dropped, starting cold")
-    assert reason in dropped["reason"]
-    attached_again(engine, 2)
-    assert isinstance(engine.client.lookup(engine.chain(1, 5)), Miss)
-    engine.saved(1, 5)
-    # And from here on it is kept like any other.
-    daemon.end(signal.SIGKILL)
-    daemon.start()
-    attached_again(engine, 3)
+    attached_again(engine, 5)
     assert hit_of(engine, 1, 5) == 5
     engine.close()
 
