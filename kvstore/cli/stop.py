@@ -37,7 +37,7 @@ def stop_command(
 
     Examples:
         kvstore stop
-        kvstore stop --keep-arena && pip install --upgrade kvstored && kvstore serve --keep-arena
+        kvstore stop --keep-arena && kvstore serve --keep-arena
         kvstore stop --json | jq .pid
     """
     settings = load(config, overrides)

@@ -1,4 +1,4 @@
-"""The contracts borrow the service manager of the end-to-end tests."""
+"""The contracts borrow the service systemd of the end-to-end tests."""
 
 from __future__ import annotations
 

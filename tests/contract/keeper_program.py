@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
 
-from service_manager import take_places
+from systemd_end import take_places
 
 from kvstore.keep.base import Keeper
 from kvstore.keep.holding import Holding

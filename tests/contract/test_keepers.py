@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from service_manager import ServiceManager
+from systemd_end import SystemdEnd
 
 from kvstore.keep.holding import end_leftover
 from kvstore.keep.wire import Malformed, receive, send
@@ -106,21 +106,21 @@ class BySystemd:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "n"
-        self.manager = ServiceManager(self.path)
+        self.systemd = SystemdEnd(self.path)
         self.daemons: list[Daemon] = []
 
     def daemon(self) -> Daemon:
-        fds = self.manager.fds()
-        self.daemons.append(Daemon("systemd", self.path, self.manager.environ(), fds))
+        fds = self.systemd.fds()
+        self.daemons.append(Daemon("systemd", self.path, self.systemd.environ(), fds))
         return self.daemons[-1]
 
     def held(self) -> list[str]:
-        return self.manager.names()
+        return self.systemd.names()
 
     def close(self) -> None:
         for daemon in self.daemons:
             daemon.close()
-        self.manager.close()
+        self.systemd.close()
 
 
 class ByNobody:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import service_manager
+import systemd_end
 from raw_session import RawSession
-from service_manager import ServiceManager
+from systemd_end import SystemdEnd
 
 from kvstore.keep.holding import end_leftover
 
@@ -91,14 +91,14 @@ class RealDaemon:
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def start(self, wait: bool = True, under: ServiceManager | None = None) -> RealDaemon:
-        """Begin, and by default wait until engines may attach; `under` a service manager, with its fds."""
+    def start(self, wait: bool = True, under: SystemdEnd | None = None) -> RealDaemon:
+        """Begin, and by default wait until engines may attach; `under` a service systemd, with its fds."""
         command = [*self._program, "serve", "--config", str(self.config)]
         environ, fds = self._environ, []
         if under is not None:
             fds = under.fds()
             environ = {**environ, **under.environ()}
-            command = [service_manager.__file__, str(len(fds)), *map(str, fds), *command]
+            command = [systemd_end.__file__, str(len(fds)), *map(str, fds), *command]
         with self.log.open("ab") as sink:
             self._process = subprocess.Popen(
                 [sys.executable, *command],

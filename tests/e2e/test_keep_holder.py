@@ -23,7 +23,7 @@ from kept import (
 )
 from real_daemon import WAIT_S, RealDaemon, eventually
 from scene import Scene
-from service_manager import ServiceManager
+from systemd_end import SystemdEnd
 
 from kvstore.processes import has_ended
 from kvstore.rpc import messages as m
@@ -229,20 +229,20 @@ def test_a_second_daemon_gets_nothing(stage: Scene) -> None:
     daemon.assert_quiet()
 
 
-def test_a_service_manager_keeps_it_too(stage: Scene) -> None:
+def test_systemd_keeps_it_too(stage: Scene) -> None:
     """No holder then; what its store holds is the daemon's again at the next start."""
-    manager = stage.keep(ServiceManager(stage.folder / "notify"))
+    systemd = stage.keep(SystemdEnd(stage.folder / "notify"))
     folder = stage.folder / "d"
     folder.mkdir()
     daemon: RealDaemon = stage.keep(RealDaemon(folder, {"daemon.keep_arena": "true"}))
-    daemon.start(under=manager)
-    manager.wait_for("READY=1")
+    daemon.start(under=systemd)
+    systemd.wait_for("READY=1")
     engine = FakeEngine(daemon.socket, layout=BIG, limits=IMPATIENT).attached()
     try:
         engine.saved(1, 10)
         assert len(engine.client.reserve(engine.chain(2, 3), 0, 3).slots) == 3
         assert holders(daemon) == []
-        names = manager.names()
+        names = systemd.names()
         assert [name for name in names if not name.startswith("peer.")] == [
             "data.default",
             "facts.1",
@@ -250,7 +250,7 @@ def test_a_service_manager_keeps_it_too(stage: Scene) -> None:
             "writers",
         ]
         daemon.end(signal.SIGKILL)
-        daemon.start(under=manager)
+        daemon.start(under=systemd)
         assert events(daemon, "kept arena adopted")[-1]["being_filled"] == 3
         attached_again(engine, 2)
         assert hit_of(engine, 1, 10) == 10
@@ -258,10 +258,10 @@ def test_a_service_manager_keeps_it_too(stage: Scene) -> None:
     finally:
         engine.close()
     daemon.assert_quiet()
-    assert len(manager.names()) == 4, "no pidfd is left behind"
+    assert len(systemd.names()) == 4, "no pidfd is left behind"
     assert daemon.end(signal.SIGTERM) == 0
-    assert "STOPPING=1" in manager.said
-    assert manager.names() == []
+    assert "STOPPING=1" in systemd.said
+    assert systemd.names() == []
 
 
 def test_the_holders_door_is_its_owners(stage: Scene) -> None:

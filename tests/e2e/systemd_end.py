@@ -7,12 +7,12 @@ import socket
 import threading
 from pathlib import Path
 
-__all__ = ["ServiceManager", "take_places"]
+__all__ = ["SystemdEnd", "take_places"]
 
 WAIT_S = 60.0
 
 
-class ServiceManager:
+class SystemdEnd:
     """Listens at `path` (NOTIFY_SOCKET) and keeps what it is given.
 
     Attributes:
@@ -26,7 +26,7 @@ class ServiceManager:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sock.bind(str(path))
         self._heard = threading.Condition()
-        self._thread = threading.Thread(target=self._listen, name="service-manager", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="service-systemd", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
