@@ -60,23 +60,18 @@ class Arena:
     def create(name: str, capacity_bytes: int) -> Arena: ...
     @staticmethod
     def adopt(name: str, data_fd: int, capacity_bytes: int) -> Arena:
-        """Go on with the bytes of an arena that another process created, under a fresh control region."""
+        """Go on with the bytes of an arena that another process made."""
     @staticmethod
     def attach(data_fd: int, control_fd: int, capacity_bytes: int) -> Arena: ...
     def prefault(self, threads: int, huge_pages: bool = True, lock: bool = False) -> bool: ...
     def populate(self, threads: int) -> None: ...
     def close(self) -> None:
         """Drop this holder's mapping. Anything that still uses it keeps it alive (shared ownership)."""
-    @property
-    def prefaulted_bytes(self) -> int: ...
-    @property
-    def capacity_bytes(self) -> int: ...
-    @property
-    def pages(self) -> int: ...
-    @property
-    def data_fd(self) -> int: ...
-    @property
-    def control_fd(self) -> int: ...
+    prefaulted_bytes: int
+    capacity_bytes: int
+    pages: int
+    data_fd: int
+    control_fd: int
     def view(self, slot: int, length: int) -> U8:
         """Writable window on a slot's bytes (tests, layout proof, repair)."""
     def control(self, slot: int) -> ControlSnapshot: ...
@@ -234,39 +229,28 @@ class Ledger:
     @staticmethod
     def adopt(fd: int, pages: int) -> Ledger:
         """One that another process has left; ValueError unless it is of an arena of that many pages."""
-    @property
-    def fd(self) -> int: ...
-    def close(self) -> None:
-        """Drop this holder's share; a pool keeps its own."""
+    def close(self) -> None: ...
+    fd: int
 
 class Survey:
     """Every entry of a ledger, judged: first by its own sum, then (verify) by the bytes of its slot."""
     def __init__(self, ledger: Ledger, arena: Arena) -> None:
         """ValueError: somebody is writing, and the ledger cannot say where."""
-    def verify(self, threads: int) -> None:
-        """Read every block that says READY. Releases the GIL."""
-    @property
-    def claimed_bytes(self) -> int: ...
-    @property
-    def verified_bytes(self) -> int: ...
+    def verify(self, threads: int) -> None: ...
+    claimed_bytes: int
+    verified_bytes: int
 
 class Adopted:
+    """What became of the slots, and FILLING ones with stand-in nodes and owners: native/src/pool.h."""
+
     ready: int
-    """blocks that are served again"""
     torn: int
-    """ledger entries that cannot be true"""
     rotten: int
-    """blocks whose bytes do not match their sums, or were not verified"""
     orphaned: int
-    """blocks without a readable block before them"""
     no_room: int
-    """blocks beyond what the index may know"""
     nodes: U32
-    """(f,) stand-in nodes of FILLING slots: abort() them when nobody writes there any more"""
     slots: U32
-    """(f,) those slots"""
-    owners: U8
-    """(f, 16) who was given them"""
+    owners: U8  # (f, 16)
 
 class Reserved:
     nodes: U32
@@ -303,18 +287,12 @@ class HostPool:
     def touch(self, node: int) -> None:
         """The chain that ends in node was used now. O(1)."""
     def reserve(
-        self,
-        parent: int,
-        keys: U8,
-        format: SlotFormat,
-        now_s: float,
-        stall_s: float,
-        owner: Bytes = b"",
+        self, parent: int, keys: U8, format: SlotFormat, now_s: float, stall_s: float, owner: Bytes = b""
     ) -> Reserved:
         """Make nodes and FILLING slots for keys, whose chain continues `parent` (a node; pinned until every
         slot of this call is published or aborted). Evicts inline, leaves first, never `parent`'s chain.
         A slot someone else has been filling for longer than stall_s does not count: a second is made.
-        owner: 16 bytes for the ledger: who will write.
+        owner: 16 bytes for the ledger.
         ValueError: duplicate keys, a key known elsewhere in the tree, more than KEYS_MAX keys."""
     def publish(self, nodes: U32, slots: U32, crcs: U32, length: int, checked: int) -> U8:
         """(n,) 1 = READY now; 0 = freed instead (another writer was first, or its parent holds no bytes)."""

@@ -80,6 +80,8 @@ class Rounds:
         saver.answer()
         self._generations = self._seen()
         attaches = self.engine.client.generation
+        for chain in chains:  # the newest of all: the arena is full, and an attach needs a slot for its proof
+            assert self.engine.matched(chain) == BLOCKS
         if number % 2:
             saver.stop()  # in the middle of whatever it writes: it may go on at any time
         self.daemon.end(signal.SIGKILL)
