@@ -234,7 +234,8 @@ class SessionServer:
             log.error("session refused", session=number, reason=str(error))
             sock.close()
             return
-        session = Session(self._store, self._checks, number, peer, self.requests, self._on_stop)
+        session = Session(self._store, self._checks, number, peer, self.requests)
+        session.on_stop = self._on_stop
         timer = self._loop.call_later(self._config.attach_timeout_s, self._too_silent, number)
 
         def closed(reason: str) -> None:

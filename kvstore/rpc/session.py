@@ -47,29 +47,21 @@ class Session:
     Args:
         number: for logs and ownership.
         requests: told of every message.
-        on_stop: called when this session's tool asks the daemon to end.
 
     Attributes:
         connection: where replies go; set by the server right after construction.
+        on_stop: called when this session's tool asks the daemon to end; set by the server too.
         who: what every log line about this session carries.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        checks: Checks,
-        number: int,
-        peer: Peer,
-        requests: RequestLog,
-        on_stop: Callable[[bool], None] | None = None,
-    ) -> None:
+    def __init__(self, store: Store, checks: Checks, number: int, peer: Peer, requests: RequestLog) -> None:
         self.store = store
         self.checks = checks
         self.requests = requests
         self.who: dict[str, object] = {"session": number}
         self.number = number
         self.peer = peer
-        self._on_stop = on_stop
+        self.on_stop: Callable[[bool], None] | None = None
         self.caller: Caller | None = None
         self.tool = False
         self.proven = False
@@ -330,14 +322,14 @@ class Session:
     def _stop(self, body: m.Stop) -> m.Done:
         if not self.tool or self.peer.uid not in (0, os.geteuid()):
             raise Refused("stop: only a tool of the daemon's own user, or of root, may end it")
-        if self._on_stop is None:
+        if self.on_stop is None:
             raise Refused("stop: this daemon is part of a program that ends it")
         if body.keep and not self.store.config.daemon.keep_arena:
             raise BadRequest(
                 "stop.keep: the daemon runs without daemon.keep_arena (kvstore serve --keep-arena)"
             )
         log.info("asked to stop", keep=body.keep, pid=self.peer.pid)
-        self._on_stop(body.keep)
+        self.on_stop(body.keep)
         return m.Done()
 
 
