@@ -325,9 +325,7 @@ class Session:
         if self.on_stop is None:
             raise Refused("stop: this daemon is part of a program that ends it")
         if body.keep and not self.store.config.daemon.keep_arena:
-            raise BadRequest(
-                "stop.keep: the daemon runs without daemon.keep_arena (kvstore serve --keep-arena)"
-            )
+            raise BadRequest("stop.keep: the daemon runs without daemon.keep_arena (serve --keep-arena)")
         log.info("asked to stop", keep=body.keep, pid=self.peer.pid)
         self.on_stop(body.keep)
         return m.Done()
