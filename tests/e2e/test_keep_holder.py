@@ -218,7 +218,7 @@ def test_a_second_daemon_gets_nothing(stage: Scene) -> None:
     try:
         folder = stage.folder / "second"
         folder.mkdir()
-        settings = {"daemon.socket": f'"{daemon.socket}"', "daemon.keep_arena": "true"}
+        settings = {"daemon.socket": f'"{daemon.socket}"', "daemon.keep_arena": "true", "grpc.listen": '""'}
         second: RealDaemon = stage.keep(RealDaemon(folder, settings)).start(wait=False)
         assert second.process.wait(WAIT_S) == 2
         assert "a daemon that runs has it" in second.said()
