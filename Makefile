@@ -5,6 +5,7 @@
 #   make build       .venv with the package in place (rebuilds the native core when it changed)
 #   make fuzz        the fuzzers at full length (minutes; short runs are part of make test)
 #   make protos      generate kvstore/v1 from protos/ again
+#   make soak        a hundred kills of a daemon under load, each followed by a warm restart (minutes)
 #   make format      let ruff format the tree
 #   make clean       remove what make made
 
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 EXTRAS ?= torch,bench,dev
 
-.PHONY: demo test build lint native-test pytest fuzz protos format clean system doctest
+.PHONY: demo test build lint native-test pytest fuzz protos soak format clean system doctest
 
 demo: build
 	$(BIN)/kvstore demo
@@ -84,6 +85,9 @@ fuzz: build
 
 protos: build
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. kvstore/v1/store.proto
+
+soak: build
+	$(BIN)/python tests/e2e/keep_rounds.py --rounds 100
 
 format: build
 	$(BIN)/ruff check --fix .

@@ -59,21 +59,19 @@ class Arena:
     @staticmethod
     def create(name: str, capacity_bytes: int) -> Arena: ...
     @staticmethod
+    def adopt(name: str, data_fd: int, capacity_bytes: int) -> Arena:
+        """Go on with the bytes of an arena that another process made."""
+    @staticmethod
     def attach(data_fd: int, control_fd: int, capacity_bytes: int) -> Arena: ...
     def prefault(self, threads: int, huge_pages: bool = True, lock: bool = False) -> bool: ...
     def populate(self, threads: int) -> None: ...
     def close(self) -> None:
         """Drop this holder's mapping. Anything that still uses it keeps it alive (shared ownership)."""
-    @property
-    def prefaulted_bytes(self) -> int: ...
-    @property
-    def capacity_bytes(self) -> int: ...
-    @property
-    def pages(self) -> int: ...
-    @property
-    def data_fd(self) -> int: ...
-    @property
-    def control_fd(self) -> int: ...
+    prefaulted_bytes: int
+    capacity_bytes: int
+    pages: int
+    data_fd: int
+    control_fd: int
     def view(self, slot: int, length: int) -> U8:
         """Writable window on a slot's bytes (tests, layout proof, repair)."""
     def control(self, slot: int) -> ControlSnapshot: ...
@@ -224,6 +222,36 @@ class Index:
     def check(self) -> None:
         """Every invariant of LAWS C11 that the index alone can see; RuntimeError names the first broken."""
 
+class Ledger:
+    """What the pool writes down about every slot of a kept arena, for a process that comes after this one."""
+    @staticmethod
+    def create(name: str, pages: int) -> Ledger: ...
+    @staticmethod
+    def adopt(fd: int, pages: int) -> Ledger:
+        """One that another process has left; ValueError unless it is of an arena of that many pages."""
+    def close(self) -> None: ...
+    fd: int
+
+class Survey:
+    """Every entry of a ledger, judged: first by its own sum, then (verify) by the bytes of its slot."""
+    def __init__(self, ledger: Ledger, arena: Arena) -> None:
+        """ValueError: somebody is writing, and the ledger cannot say where."""
+    def verify(self, threads: int) -> None: ...
+    claimed_bytes: int
+    verified_bytes: int
+
+class Adopted:
+    """What became of the slots, and FILLING ones with stand-in nodes and owners: native/src/pool.h."""
+
+    ready: int
+    torn: int
+    rotten: int
+    orphaned: int
+    no_room: int
+    nodes: U32
+    slots: U32
+    owners: U8  # (f, 16)
+
 class Reserved:
     nodes: U32
     """(m,) nodes of the first m keys, m <= n."""
@@ -241,7 +269,10 @@ class HostPool:
 
     An index has at most one host pool (ValueError): one trust group, one arena.
     """
-    def __init__(self, index: Index, arena: Arena, slab_bytes: int) -> None: ...
+    def __init__(self, index: Index, arena: Arena, slab_bytes: int, ledger: Ledger | None = None) -> None: ...
+    def adopt(self, survey: Survey, aside: int) -> Adopted:
+        """Go on with a kept arena, once, before anything is reserved: see native/src/pool.h. `aside` is the
+        root of stand-ins. ValueError: of no use; throw pool and index away."""
     def match(self, walk: Walk) -> int:
         """Leading blocks of the walk with READY bytes here."""
     def slots(self, nodes: U32) -> U32:
@@ -255,10 +286,13 @@ class HostPool:
         """Every node with READY bytes in the slabs [start, start + most)."""
     def touch(self, node: int) -> None:
         """The chain that ends in node was used now. O(1)."""
-    def reserve(self, parent: int, keys: U8, format: SlotFormat, now_s: float, stall_s: float) -> Reserved:
+    def reserve(
+        self, parent: int, keys: U8, format: SlotFormat, now_s: float, stall_s: float, owner: Bytes = b""
+    ) -> Reserved:
         """Make nodes and FILLING slots for keys, whose chain continues `parent` (a node; pinned until every
         slot of this call is published or aborted). Evicts inline, leaves first, never `parent`'s chain.
         A slot someone else has been filling for longer than stall_s does not count: a second is made.
+        owner: 16 bytes for the ledger.
         ValueError: duplicate keys, a key known elsewhere in the tree, more than KEYS_MAX keys."""
     def publish(self, nodes: U32, slots: U32, crcs: U32, length: int, checked: int) -> U8:
         """(n,) 1 = READY now; 0 = freed instead (another writer was first, or its parent holds no bytes)."""

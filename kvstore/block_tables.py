@@ -156,7 +156,8 @@ def _demote(caller: Caller, pool: OwnedPool, got: Allocation) -> tuple[Demotion,
         chain = group.host.missing(victim)[:KEYS_MAX]
         parent = group.index.parent(int(chain[0]))
         keys = group.index.keys(chain)
-        reserved = group.host.reserve(parent, keys, caller.shape, group.clock.now(), store_s)
+        now_s, owner = group.clock.now(), caller.engine.id
+        reserved = group.host.reserve(parent, keys, caller.shape, now_s, store_s, owner)
         ours = reserved.slots != NONE
         nodes, slots = reserved.nodes[ours], reserved.slots[ours]
         blocks = np.array([block_of.get(int(n), NONE) for n in nodes], np.uint32)

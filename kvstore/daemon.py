@@ -17,6 +17,8 @@ from kvstore import __version__
 from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
 from kvstore.housekeeping import Housekeeping
+from kvstore.keep.keeping import Keeping, let_go_of_leftovers
+from kvstore.keep.systemd import notify
 from kvstore.logs import configure_logs
 from kvstore.rpc.endpoints import free_endpoints
 from kvstore.rpc.server import SessionServer, free_path
@@ -42,6 +44,7 @@ class Daemon:
         self.config = config
         self.salts = Salts.load(config)
         self.store = Store(config, self.salts, clock or MonotonicClock())
+        self.keeping: Keeping | None = None
         self._server: SessionServer | None = None
         self.api: GrpcServer | None = None
         """The public API, while it listens."""
@@ -56,11 +59,18 @@ class Daemon:
         free_path(Path(self.config.daemon.socket))
         free_endpoints(self.config)
         _raise_file_limit()
-        self.store.open(progress)
+        if self.config.daemon.keep_arena:
+            self.keeping = Keeping.open(self.config, os.environ)
+            self.salts = self.keeping.salts
+        else:
+            let_go_of_leftovers(self.config, os.environ)
+        self.store.open(progress, self.keeping)
 
-    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the socket: from now on engines may attach."""
-        self._server = SessionServer(self.store, loop)
+    def listen(self, loop: asyncio.AbstractEventLoop, on_stop: Callable[[bool], None] | None = None) -> None:
+        """Open the socket: from now on engines may attach; `on_stop(keep)` when a tool asks for the end."""
+        if self.keeping is not None:
+            self.keeping.serve(loop)
+        self._server = SessionServer(self.store, loop, self.keeping, on_stop)
         self._server.open()
 
     @property
@@ -87,12 +97,17 @@ class Daemon:
         if api is not None:
             await api.close()
 
-    def close(self) -> None:
-        """Close every session, remove the socket, drop the arenas."""
+    def close(self, *, keep: bool = False) -> None:
+        """Close every session, remove the socket, drop the arenas (`keep`: the next daemon gets them)."""
+        if self.keeping is not None and keep:
+            self.keeping.leave()  # first: what the sessions may still write to must not look free
         if self._server is not None:
             self._server.close()
             self._server = None
         self.store.close()
+        if self.keeping is not None and not keep:
+            self.keeping.end()
+        self.keeping = None
 
 
 async def serve(
@@ -111,6 +126,13 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
+    keep = True  # until somebody asks for a plain stop: a failed start must not cost what is kept
+
+    def on_stop(keep_arena: bool) -> None:
+        nonlocal keep
+        keep = keep_arena
+        stop.set()
+
     # Prefaulting can take minutes inside one native call, and nothing exists yet that needs an orderly end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload: there is nothing yet that could be reloaded
@@ -119,11 +141,11 @@ async def serve(
     try:
         daemon.open(progress)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, on_stop, False)
         house = Housekeeping(daemon.store, daemon.salts)
         await house.restore()
         await daemon.open_api()
-        daemon.listen(loop)  # last of the doors: who waits for this socket finds the others open
+        daemon.listen(loop, on_stop)  # last of the doors: who waits for this socket finds the others open
         await house.open(daemon.sessions)
         # What start-up made lives as long as the daemon; a full collection that walks it takes 30 ms.
         gc.collect()
@@ -137,22 +159,24 @@ async def serve(
             groups=config.groups(),
             capacity_bytes=config.host.capacity_bytes,
         )
-        if not config.daemon.secrets_file:
+        if not config.daemon.secrets_file and not config.daemon.keep_arena:
             fix = "set daemon.secrets_file, or accept that a restarted daemon knows none of its old keys"
             log.warning("no daemon.secrets_file: salts are random and end with this process", fix=fix)
         if ready is not None:
             ready()
+        notify("READY=1")
         await stop.wait()
-        log.info("kvstore stops")
+        notify("STOPPING=1")
+        log.info("kvstore stops", keep_arena=keep and daemon.keeping is not None)
     finally:
         await daemon.close_api()
         if house is not None:
             await house.close()
-        daemon.close()
+        daemon.close(keep=keep)
 
 
 def _raise_file_limit() -> None:
-    """Two descriptors a session: take what the hard limit allows."""
+    """Two descriptors a session, three with a kept arena: take what the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import _native
+from kvstore import _native, quarantine
 from kvstore._native import NONE, Reserved, Walk
 from kvstore.callers import Caller
 from kvstore.clock import Clock
@@ -23,61 +22,19 @@ from kvstore.config import Config, Salts
 from kvstore.errors import BadRequest, NotFound, Refused
 from kvstore.events import Snapshot
 from kvstore.group import ALARM_LOOKUPS, Group
+from kvstore.keep.keeping import Keeping
 from kvstore.keys import KEY_BYTES
 from kvstore.leases import Lease, LeaseState
 from kvstore.memory import open_memory
+from kvstore.outcomes import Match, Published, Reservation
 from kvstore.policy import reload
 from kvstore.tenants import Tenants
-from kvstore.transfers import Filling
 from kvstore.types import FetchPlan, Namespace
 
 __all__ = ["Match", "Published", "Reservation", "Store"]
 
 # A report makes the daemon read the blocks it names: 32 MiB at 8 GB/s hold the loop for 4 ms.
 REPORT_BYTES_MAX = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Answer to a lookup (`rpc.messages.Found` on the wire).
-
-    Attributes:
-        lease: None when nothing matched.
-        known: blocks of the chain in the index.
-        gap_stop: [known, gap_stop) was not asked about.
-        digest: of the matched keys.
-        plan: what to load.
-        runs: where the blocks of the plan's load range lie, packed; empty while a second trip is due.
-    """
-
-    lease: Lease | None
-    known: int
-    gap_stop: int
-    digest: int
-    plan: FetchPlan
-    runs: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Answer to a reserve. `busy` is not empty when nothing was reserved for want of room."""
-
-    filling: Filling | None
-    slots: NDArray[np.uint32]
-    filled: int
-    elsewhere: int
-    dropped: int
-    reason: str = ""
-    busy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Answer to a publish; `pending` = other ranks have not written their part yet."""
-
-    ready: int
-    dropped: int
-    pending: bool
 
 
 class Store:
@@ -90,16 +47,25 @@ class Store:
         self.groups: dict[str, Group] = {}
         self.tenants = Tenants(config, salts)
 
-    def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Make every group's arena; `progress(group, bytes ready, bytes in all)`.
+    def open(
+        self, progress: Callable[[str, int, int], None] | None = None, keeping: Keeping | None = None
+    ) -> None:
+        """Make every group's arena, or take it over; `progress(group, bytes ready, bytes in all)`.
+
+        Args:
+            keeping: what the daemon before has left, and where this one leaves its own.
 
         Raises:
             OutOfMemory: names the key to lower.
         """
         for name in self.config.groups():
             report = None if progress is None else _named(progress, name)
-            memory = open_memory(self.config, name, report)
-            self.groups[name] = Group(name, memory, self.config, self.clock, self.epoch)
+            memory = open_memory(self.config, name, report, keeping)
+            group = self.groups[name] = Group(name, memory, self.config, self.clock, self.epoch)
+            if memory.adopted is not None and keeping is not None:
+                quarantine.begin(group, memory.adopted, keeping.writers())
+        if keeping is not None:
+            self.tenants = Tenants(self.config, keeping.salts)
 
     def close(self) -> None:
         """Drop the arenas (clients that still map them keep their own view until they unmap)."""
@@ -283,8 +249,9 @@ class Store:
     def _reserve_inline(self, caller: Caller, node: int, keys: NDArray[np.uint8]) -> list[Reserved]:
         """What was reserved, in one or two pieces of the chain."""
         group, now_s, stall_s = caller.group, self.clock.now(), self.config.daemon.stall_s
+        owner = caller.engine.id
         try:
-            got = [group.host.reserve(node, keys, caller.shape, now_s, stall_s)]
+            got = [group.host.reserve(node, keys, caller.shape, now_s, stall_s, owner)]
         except ValueError as error:
             raise BadRequest(f"reserve: {error}") from None
         if got[0].dropped:
@@ -293,7 +260,7 @@ class Store:
             last = int(got[0].nodes[-1]) if kept else node
             group.index.pin(last)  # a hollow parent may live by one of those pins alone
             if group.revoke_stale():
-                got.append(group.host.reserve(last, keys[kept:], caller.shape, now_s, stall_s))
+                got.append(group.host.reserve(last, keys[kept:], caller.shape, now_s, stall_s, owner))
             group.index.unpin(last)
         return got
 

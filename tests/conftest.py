@@ -95,8 +95,21 @@ def mapped_arenas() -> list[str]:
     return [line.split(maxsplit=5)[-1] for line in maps if "/memfd:" in line]
 
 
+def holders(folder: Path) -> list[str]:
+    """Command lines of processes that keep an arena for a daemon of this run: they are nobody's children."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "kvstore.keep.holder" in command and str(folder) in command:
+            found.append(command)
+    return found
+
+
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """After the last test: no shared memory, file, process or thread that was not there before."""
     shm, files, processes, running = shared_memory(), own_leftovers(), children(), threads()
     yield
@@ -105,6 +118,7 @@ def nothing_is_left() -> Iterator[None]:
     assert not own_leftovers() - files, "left in the temporary directory"
     left = {pid: what for pid, what in children().items() if pid not in processes}
     assert not [what for what in left.values() if not any(name in what for name in FOREIGN_PROCESSES)]
+    assert not holders(tmp_path_factory.getbasetemp())
     assert not threads().keys() - running.keys(), "threads that still run"
 
 

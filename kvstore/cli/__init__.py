@@ -28,6 +28,7 @@ __all__ = ["COMMANDS", "app", "main"]
 # Commands in the order of the help. `name` lives in `kvstore/cli/name.py` as `name_command`.
 COMMANDS = (
     "serve",
+    "stop",
     "status",
     "top",
     "check",

@@ -6,13 +6,26 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from kvstore.cli.options import AsJson, ConfigFile, SetFlags, load
 
 __all__ = ["serve_command"]
 
+KeepArena = Annotated[
+    bool, Parameter(negative=(), help="a crash or `kvstore stop --keep-arena` leaves HOST to the next daemon")
+]
 
-def serve_command(*, config: ConfigFile = None, overrides: SetFlags = None, as_json: AsJson = False) -> None:
+
+def serve_command(
+    *,
+    config: ConfigFile = None,
+    overrides: SetFlags = None,
+    keep_arena: KeepArena = False,
+    as_json: AsJson = False,
+) -> None:
     """Run the daemon until SIGTERM.
 
     Flags win over environment (KVSTORE_HOST__CAPACITY_BYTES=8GiB), which wins over the file. Logs go to
@@ -21,12 +34,12 @@ def serve_command(*, config: ConfigFile = None, overrides: SetFlags = None, as_j
 
     Examples:
         kvstore serve --set host.capacity_bytes=8GiB
-        kvstore serve --config /etc/kvstore.toml
+        kvstore serve --config /etc/kvstore.toml --keep-arena
         kvstore serve --set daemon.socket=/run/user/1000/kv.sock --set daemon.log_level=debug
     """
     from kvstore.daemon import configure_logs, serve
 
-    settings = load(config, overrides)
+    settings = load(config, [*(overrides or []), *(["daemon.keep_arena=true"] if keep_arena else [])])
     configure_logs(settings.daemon.log_level, as_json=as_json)
     with _arena_bar() as progress:
         asyncio.run(serve(settings, progress=progress))

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Unavailable, from_status
+from kvstore.processes import peer_ids, peer_pidfd
 from kvstore.rpc import messages as m
 
 __all__ = ["ANSWER_S", "NoAnswer", "Tool", "ask"]
@@ -46,7 +47,7 @@ class NoAnswer(Unavailable):
 
 
 class Tool:
-    """One connection with the role "tool": it may ask for status and checks, and change nothing.
+    """One connection with the role "tool": it may ask for status, checks and the daemon's end.
 
     Args:
         path: the daemon's socket.
@@ -98,6 +99,24 @@ class Tool:
             why = f"it is older than this command: its report has no {', '.join(missing)}"
             raise NoAnswer(self._path, "version", why, _OTHER_INSTALLATION)
         return report
+
+    def stop(self, keep: bool) -> None:
+        """Ask the daemon to end; `keep`: and to leave its arenas to the next one.
+
+        Raises:
+            KVStoreError: it refuses, and why.
+        """
+        reply = self._round_trip(m.Stop(keep))
+        if isinstance(reply, m.Failed):
+            raise from_status(reply.status, reply.message)
+
+    def process(self) -> tuple[int, int]:
+        """Pid and pidfd of the daemon; the pidfd is the caller's, -1 where there is none to be had."""
+        pid, pidfd = peer_ids(self._sock)[0], peer_pidfd(self._sock)
+        if pidfd < 0 and pid > 0:  # Linux before 6.5; it has just answered, so the pid is still its own
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(pid)
+        return pid, pidfd
 
     # ---- one request, one reply --------------------------------------------------------------------------
 
@@ -197,19 +216,13 @@ def _not_connected(path: Path, answer_s: float, error: OSError) -> NoAnswer:
 
 def _hung(path: Path, answer_s: float, sock: socket.socket | None) -> NoAnswer:
     why = f"it accepts connections and stays silent for {answer_s:g} s"
-    pid = _listener_pid(sock) if sock is not None else 0
+    pid = peer_ids(sock)[0] if sock is not None else 0
     if not pid:
         return NoAnswer(path, "hung", why, "look at its log; restart it")
     if _process_state(pid) in ("T", "t"):
         return NoAnswer(path, "hung", f"{why}: pid {pid} is stopped (SIGSTOP)", f"kill -CONT {pid}")
     fix = f"look at its log and at what pid {pid} waits for; kill -ABRT {pid} and restart it"
     return NoAnswer(path, "hung", f"{why} (pid {pid})", fix)
-
-
-def _listener_pid(sock: socket.socket) -> int:
-    """Process that listens at the other end; 0 when it is in another pid namespace."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", raw)[0])
 
 
 def _process_state(pid: int) -> str:

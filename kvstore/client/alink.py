@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvstore.client.sockets import close_fds, hang_up, open_socket, receive
+from kvstore.client.sockets import close_fds, hang_up, has_hung_up, open_socket, receive
 from kvstore.client.wire import Wire
 from kvstore.clock import Clock
 from kvstore.errors import BadRequest, DeadlineExceeded, Unavailable
@@ -47,6 +47,9 @@ class LoopLink:
     @property
     def dead(self) -> str:
         return self._dead
+
+    def hung_up(self) -> bool:
+        return bool(self._dead) or has_hung_up(self._sock)
 
     async def call(self, message: Request, deadline: float) -> Reply:
         """Send a request and await its reply.

@@ -36,6 +36,10 @@ class Link(Protocol):
         """Why it can't be used any more, "" while it can."""
         ...
 
+    def hung_up(self) -> bool:
+        """Whether the daemon is gone as far as the kernel knows at this moment; `dead` may be late."""
+        ...
+
     def fail(self, reason: str) -> None:
         """Stop using it; everybody who waits on it is told. Idempotent, any thread."""
         ...

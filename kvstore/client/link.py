@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvstore.client.sockets import close_fds, hang_up, open_socket, receive
+from kvstore.client.sockets import close_fds, hang_up, has_hung_up, open_socket, receive
 from kvstore.client.wire import Wire
 from kvstore.clock import Clock
 from kvstore.errors import BadRequest, DeadlineExceeded, Unavailable
@@ -48,6 +48,10 @@ class ThreadLink:
     @property
     def dead(self) -> str:
         return self._dead
+
+    def hung_up(self) -> bool:
+        with self._changed:  # so that nobody closes the socket meanwhile
+            return bool(self._dead) or has_hung_up(self._sock)
 
     def fileno(self) -> int:
         """For the upkeep thread's poll; it is the one that closes."""

@@ -176,6 +176,11 @@ def load(core: Core, loading: Loading) -> Op[LoadResult]:
         done = cast(Completion, (yield Job(loading.job, core.copy_deadline(), patient=True)))
     core.timings.note_copy("load", int(done.bytes), float(done.seconds))
     status = np.asarray(done.status, np.uint8)
+    if loading.attachment is None or loading.attachment.link.hung_up():
+        # The control entries that the copy was checked against may be those of a daemon that is gone: another
+        # one may have handed the slots on meanwhile, and nothing would show it but the cells' sums.
+        _count_bad(core, {"dropped": int(status.size)})
+        return LoadResult(0, np.full(status.size, _native.DROPPED, np.uint8), 0, 0.0, "the daemon went away")
     wrong = np.flatnonzero(status != _native.OK)
     good = int(wrong[0]) if wrong.size else int(status.size)
     core.counters.blocks_loaded += good

@@ -5,12 +5,13 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 from pathlib import Path
 
 from kvstore.errors import BadRequest, Unavailable
 
-__all__ = ["READ_BYTES", "close_fds", "hang_up", "open_socket", "receive"]
+__all__ = ["READ_BYTES", "close_fds", "hang_up", "has_hung_up", "open_socket", "receive"]
 
 READ_BYTES = 1 << 16  # replies are small; a Found of 8,192 scattered slots is 64 KiB
 _FDS_MAX = 2  # an Attached brings the data and the control memfd, nothing else ever brings any
@@ -63,6 +64,13 @@ def close_fds(fds: list[int]) -> None:
     """Close and forget all of them."""
     while fds:
         os.close(fds.pop())
+
+
+def has_hung_up(sock: socket.socket) -> bool:
+    """Whether the other end is closed; does not wait and takes nothing off the socket."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def hang_up(sock: socket.socket) -> None:

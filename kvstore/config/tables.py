@@ -49,6 +49,8 @@ class DaemonConfig(Table, frozen=True):
         leases_max: most leases of one session.
         self_check_s: the daemon checks its own laws this often, in the background (0 = never).
         log_level: debug, info, warning or error.
+        keep_arena: a holder process, or systemd's descriptor store, keeps arenas for the next daemon.
+        keep_arena_s: how long the holder waits for one.
         state_dir: directory for what the daemon learns and keeps across restarts; empty = nothing is kept.
     """
 
@@ -63,6 +65,8 @@ class DaemonConfig(Table, frozen=True):
     leases_max: int = 8192
     self_check_s: float = 60.0
     log_level: str = "info"
+    keep_arena: bool = False
+    keep_arena_s: float = 600.0
     state_dir: str = ""
 
 
@@ -199,6 +203,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "daemon.stale_after_s": (0.1, 3600),
     "daemon.attach_timeout_s": (0.1, 600),
     "daemon.stall_s": (0.05, 3600),
+    "daemon.keep_arena_s": (1, 86_400),
     "daemon.sessions_max": (1, 65_536),
     "daemon.leases_max": (1, 1 << 24),
     "daemon.self_check_s": (0, 86_400),

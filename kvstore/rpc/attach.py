@@ -20,6 +20,7 @@ from kvstore.callers import Caller, Engine
 from kvstore.errors import BadRequest, LayoutRefused, LimitExceeded, Refused
 from kvstore.group import Group
 from kvstore.keys import test_vector
+from kvstore.memory import ASIDE_ROOT
 from kvstore.rpc.messages import PROTOCOL_VERSION, Attach, Layout, pattern
 from kvstore.store import Store
 from kvstore.types import BlockLayout, Namespace, Part
@@ -127,9 +128,10 @@ class Proof:
         """
         group = caller.group
         group.check_room_for_filling(caller)
-        root, key = group.index.root(store.epoch + store.epoch), os.urandom(32)
+        root, key = group.index.root(ASIDE_ROOT), os.urandom(32)
         keys = np.frombuffer(key, np.uint8).reshape(1, 32)
-        got = group.host.reserve(root, keys, caller.shape, store.clock.now(), store.config.daemon.stall_s)
+        now_s, stall_s = store.clock.now(), store.config.daemon.stall_s
+        got = group.host.reserve(root, keys, caller.shape, now_s, stall_s, caller.engine.id)
         if not len(got.slots) or got.slots[0] == NONE:
             raise LimitExceeded("proof: the arena is full of pinned blocks; attach again later")
         filling = group.begin_filling(caller, got.nodes, got.slots, alone=True)

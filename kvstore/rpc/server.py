@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import stat
-import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -21,7 +21,10 @@ from kvstore.callers import Caller
 from kvstore.checks import Checks
 from kvstore.config import DaemonConfig
 from kvstore.errors import ConfigError
+from kvstore.keep.keeping import Keeping
+from kvstore.processes import peer_ids, peer_pidfd, process_identity
 from kvstore.rpc.connection import Connection
+from kvstore.rpc.former import FormerWriters
 from kvstore.rpc.later import Later
 from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.session import Session
@@ -31,7 +34,6 @@ __all__ = ["Peer", "SessionServer", "free_path"]
 
 log = structlog.get_logger()
 
-_SO_PEERPIDFD = 77  # Linux 6.5; not yet a constant of the socket module
 _BACKLOG = 1024
 # After EMFILE: how long to leave the backlog alone before trying again.
 _ACCEPT_PAUSE_S = 0.1
@@ -42,20 +44,26 @@ class Peer:
 
     Args:
         watched: all peers of the daemon; this one is in it until its watch ends.
+        former: processes that were handed slots by the daemon before.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, session: int, watched: set[Peer]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        session: int,
+        watched: set[Peer],
+        former: FormerWriters,
     ) -> None:
         self._loop = loop
         self._session = session
         self._watched = watched
+        self._former = former
         self._caller: Caller | None = None
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.pid, self.uid, _ = struct.unpack("3i", raw)
+        self.pid, self.uid = peer_ids(sock)
         self.connection: Connection | None = None
-        self._pidfd = _peer_pidfd(sock)
-        self._process = _process_identity(self._pidfd)
+        self._pidfd = peer_pidfd(sock)
+        self._process = process_identity(self._pidfd)
         if self._pidfd >= 0:
             loop.add_reader(self._pidfd, self._on_gone)
         watched.add(self)
@@ -63,6 +71,8 @@ class Peer:
     def attached(self, caller: Caller) -> None:
         """From now on this process may be handed slots."""
         self._caller = caller
+        if caller.copies and self._former.keeping is not None:
+            self._former.keeping.attached(self._session, caller.engine.id, self._pidfd)
 
     def connection_closed(self) -> None:
         """Keep watching only while the process may still write to a slot."""
@@ -97,6 +107,8 @@ class Peer:
             os.close(self._pidfd)
             self._pidfd = -1
         self._watched.discard(self)
+        if self._former.keeping is not None:
+            self._former.keeping.gone(self._session)
 
     def quiesced(self, caller: Caller) -> int:
         """This process says that all its copies are joined: also those of its sessions that closed before.
@@ -105,6 +117,7 @@ class Peer:
             Fillings that were freed.
         """
         freed = engines.writer_gone(caller.group, caller.engine, self._session)
+        self._former.quiesced(self._process, caller.engine.id)
         for peer in list(self._watched):
             earlier = peer._caller
             if earlier is None or earlier.engine is not caller.engine or peer.connection is not None:
@@ -123,43 +136,24 @@ def _who(session: int, caller: Caller | None) -> dict[str, object]:
     return {"session": session, "engine": caller.engine.id.hex(), "tenant": ",".join(caller.tenants)}
 
 
-def _peer_pidfd(sock: socket.socket) -> int:
-    """A pidfd of the process that connected; -1 on a kernel before 6.5, or when it is gone already.
-
-    Raises:
-        OSError: no descriptor left: better no session than one whose end cannot be seen.
-    """
-    try:
-        fd = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0]
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise
-        return -1
-    os.set_inheritable(fd, False)
-    return int(fd)
-
-
-def _process_identity(pidfd: int) -> tuple[int, int] | None:
-    """What two pidfds of one process share and of two processes do not; None where the kernel cannot tell.
-
-    Not the pid: an engine in another container has pid 0 here. Since Linux 6.9 pidfds live on a file system
-    of their own with an inode per process; before, all share the one anonymous inode, like an eventfd.
-    """
-    if pidfd < 0:
-        return None
-    anonymous = os.eventfd(0, os.EFD_CLOEXEC)
-    try:
-        mine, other = os.fstat(pidfd), os.fstat(anonymous)
-    finally:
-        os.close(anonymous)
-    return (mine.st_dev, mine.st_ino) if mine.st_dev != other.st_dev else None
-
-
 class SessionServer:
-    """Listens on `daemon.socket` and owns every session."""
+    """Listens on `daemon.socket` and owns every session.
 
-    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        keeping: what outlives this daemon, None = nothing.
+        on_stop: called when a tool asks the daemon to end; whether what is kept shall stay.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        loop: asyncio.AbstractEventLoop,
+        keeping: Keeping | None = None,
+        on_stop: Callable[[bool], None] | None = None,
+    ) -> None:
         self._store = store
+        self._former = FormerWriters(store, loop, keeping)
+        self._on_stop = on_stop
         self._loop = loop
         self._config = store.config.daemon
         self._checks = Checks(store, loop)
@@ -194,6 +188,7 @@ class SessionServer:
         for group in self._store.groups.values():
             group.later = self._later.begin
         self._checks.open()
+        self._former.watch()
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def __len__(self) -> int:
@@ -234,12 +229,13 @@ class SessionServer:
         self._last_number += 1
         number = self._last_number
         try:
-            peer = Peer(self._loop, sock, number, self._peers)
+            peer = Peer(self._loop, sock, number, self._peers, self._former)
         except OSError as error:
             log.error("session refused", session=number, reason=str(error))
             sock.close()
             return
         session = Session(self._store, self._checks, number, peer, self.requests)
+        session.on_stop = self._on_stop
         timer = self._loop.call_later(self._config.attach_timeout_s, self._too_silent, number)
 
         def closed(reason: str) -> None:
@@ -273,6 +269,7 @@ class SessionServer:
         for peer in list(self._peers):
             peer.close()
         self._later.close()
+        self._former.close()
 
 
 def free_path(path: Path, key: str = "daemon.socket") -> None:

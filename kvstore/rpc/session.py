@@ -8,6 +8,7 @@ bytes that are not the protocol end it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class Session:
 
     Attributes:
         connection: where replies go; set by the server right after construction.
+        on_stop: called when this session's tool asks the daemon to end; set by the server too.
         who: what every log line about this session carries.
     """
 
@@ -59,6 +61,7 @@ class Session:
         self.who: dict[str, object] = {"session": number}
         self.number = number
         self.peer = peer
+        self.on_stop: Callable[[bool], None] | None = None
         self.caller: Caller | None = None
         self.tool = False
         self.proven = False
@@ -316,10 +319,22 @@ class Session:
     def _check(self, request: int) -> None:
         self.checks.ask(lambda report: self._reply(request, m.StatusReport(json.dumps(report.answer()))))
 
+    def _stop(self, body: m.Stop) -> m.Done:
+        if not self.tool or self.peer.uid not in (0, os.geteuid()):
+            raise Refused("stop: only a tool of the daemon's own user, or of root, may end it")
+        if self.on_stop is None:
+            raise Refused("stop: this daemon is part of a program that ends it")
+        if body.keep and not self.store.config.daemon.keep_arena:
+            raise BadRequest("stop.keep: the daemon runs without daemon.keep_arena (serve --keep-arena)")
+        log.info("asked to stop", keep=body.keep, pid=self.peer.pid)
+        self.on_stop(body.keep)
+        return m.Done()
+
 
 _FOR_ALL: dict[type, Callable[[Session, Any], m.Reply]] = {
     m.Heartbeat: Session._heartbeat,
     m.Status: Session._status,
+    m.Stop: Session._stop,
 }
 _PROVING: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {
     m.Prove: Session._prove,

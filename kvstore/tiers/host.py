@@ -72,10 +72,20 @@ class HostTier:
         return _native.pack_slots(self._pool.slots(nodes), shape.slot_bytes // _native.PAGE_BYTES)
 
     def reserve(
-        self, parent: int, keys: NDArray[np.uint8], shape: SlotFormat, now_s: float, stall_s: float
+        self,
+        parent: int,
+        keys: NDArray[np.uint8],
+        shape: SlotFormat,
+        now_s: float,
+        stall_s: float,
+        owner: bytes,
     ) -> Reserved:
-        """FILLING slots for a chain after `parent`; makes room by evicting leaves (see the native stub)."""
-        return self._pool.reserve(parent, keys, shape, now_s, stall_s)
+        """FILLING slots for a chain after `parent`; makes room by evicting leaves (see the native stub).
+
+        Args:
+            owner: id of the engine whose processes will write.
+        """
+        return self._pool.reserve(parent, keys, shape, now_s, stall_s, owner)
 
     def publish(
         self, nodes: NDArray[np.uint32], slots: NDArray[np.uint32], shape: SlotFormat, checked: bool

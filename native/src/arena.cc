@@ -1,6 +1,5 @@
 #include "arena.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -8,15 +7,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <exception>
-#include <functional>
-#include <mutex>
 #include <system_error>
-#include <thread>
-#include <vector>
 
-#include "fd.h"
 #include "headroom.h"
+#include "memfd.h"
+#include "pieces.h"
 
 // Older C libraries do not know all of these; the kernel is asked and may say EINVAL.
 #ifndef MADV_POPULATE_WRITE
@@ -25,89 +20,16 @@
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
-#ifndef MFD_NOEXEC_SEAL
-#define MFD_NOEXEC_SEAL 8U
-#endif
-#ifndef F_SEAL_FUTURE_WRITE
-#define F_SEAL_FUTURE_WRITE 0x0010
-#endif
 
 namespace kv {
 namespace {
 
-constexpr int kThreadsMax = 256;
 constexpr std::size_t kNameMax = 200;                // the kernel allows 249 with our prefix
 constexpr std::size_t kPopulateBytes = 32u << 20;    // one call's work: ~6 ms, so that threads share evenly
-constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 [[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
 
 std::size_t control_bytes(std::size_t capacity) { return capacity / kPageBytes * sizeof(ControlEntry); }
-
-Fd make_memfd(const std::string& name, std::size_t bytes) {
-  Fd fd(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL));
-  if (!fd && errno == EINVAL) fd = Fd(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));  // Linux < 6.3
-  if (!fd) fail("arena: memfd_create");
-  if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
-    fail("arena: cannot size " + name + " to " + std::to_string(bytes) + " bytes");
-  return fd;
-}
-
-void add_seals(int fd, int seals) {
-  if (fcntl(fd, F_ADD_SEALS, seals) != 0) fail("arena: cannot seal the memfd");
-}
-
-// Huge pages need 2 MiB alignment, which mmap alone does not promise: reserve more, map inside, give back.
-std::uint8_t* map_aligned(int fd, std::size_t bytes, int protection) {
-  const std::size_t reserved = bytes + kHugeBytes;
-  void* start = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (start == MAP_FAILED) fail("arena: cannot reserve " + std::to_string(reserved) + " bytes of address space");
-  auto* base = static_cast<std::uint8_t*>(start);
-  const std::size_t lead = round_up(reinterpret_cast<std::uintptr_t>(base), kHugeBytes) -
-                           reinterpret_cast<std::uintptr_t>(base);
-  std::uint8_t* aligned = base + lead;
-  if (mmap(aligned, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
-    const int error = errno;
-    munmap(start, reserved);
-    errno = error;
-    fail("arena: cannot map the memfd");
-  }
-  if (lead > 0) munmap(base, lead);
-  munmap(aligned + bytes, reserved - lead - bytes);
-  if (madvise(aligned, bytes, MADV_DONTFORK) != 0) {
-    const int error = errno;
-    munmap(aligned, bytes);
-    errno = error;
-    fail("arena: MADV_DONTFORK");
-  }
-  madvise(aligned, bytes, MADV_DONTDUMP);  // tenants' bytes do not belong in a core file; best effort
-  return aligned;
-}
-
-// Runs work(0) … work(pieces - 1) on `threads` threads; the first exception is thrown after all have ended.
-void for_pieces(int threads, std::size_t pieces, const std::function<void(std::size_t)>& work) {
-  if (threads < 1 || threads > kThreadsMax)
-    throw Invalid("threads: must be in [1, " + std::to_string(kThreadsMax) + "], got " + std::to_string(threads));
-  std::atomic<std::size_t> next{0};
-  std::exception_ptr error;
-  std::mutex error_mutex;
-  const auto run = [&] {
-    try {
-      for (std::size_t i = next.fetch_add(1); i < pieces; i = next.fetch_add(1)) work(i);
-    } catch (...) {
-      next.store(pieces);
-      const std::lock_guard lock(error_mutex);
-      if (!error) error = std::current_exception();
-    }
-  };
-  {
-    std::vector<std::jthread> others;
-    for (std::size_t i = 1; i < std::min<std::size_t>(static_cast<std::size_t>(threads), pieces); ++i)
-      others.emplace_back(run);
-    run();
-  }
-  if (error) std::rethrow_exception(error);
-}
 
 // Faults a page in without changing it: the bytes may be a kept arena's, or another process may be writing.
 void touch(std::uint8_t* page) { __atomic_fetch_or(page, std::uint8_t{0}, __ATOMIC_RELAXED); }
@@ -155,36 +77,46 @@ void check_lockable(std::uint8_t* data, std::size_t bytes) {
   }
 }
 
-void check_received(int fd, const char* what, std::size_t bytes, int seals) {
-  struct stat info{};
-  if (fstat(fd, &info) != 0) fail(std::string("arena: the ") + what + " fd");
-  if (info.st_size != static_cast<off_t>(bytes))
-    throw Invalid(std::string("arena: the ") + what + " fd has " + std::to_string(info.st_size) + " bytes, expected " +
-                  std::to_string(bytes) + "; attach with the capacity the daemon announced");
-  const int found = fcntl(fd, F_GET_SEALS);
-  if (found < 0) throw Invalid(std::string("arena: the ") + what + " fd is not a memfd; it must come from the daemon");
-  // Without these the other side could cut the file under our mapping (SIGBUS) or forge control entries.
-  if ((found & seals) != seals)
-    throw Invalid(std::string("arena: the ") + what + " fd is not sealed as the daemon seals it; refused");
+void check_name(const std::string& name) {
+  if (name.size() > kNameMax || name.find('\0') != std::string::npos)
+    throw Invalid("arena name: at most " + std::to_string(kNameMax) + " bytes and no NUL");
+}
+
+void check_capacity(std::size_t bytes) {
+  if (bytes == 0 || bytes % kHugeBytes != 0 || bytes / kPageBytes >= kNone)
+    throw Invalid("capacity_bytes: must be a multiple of 2 MiB below 16 TiB, as the daemon announced it");
+}
+
+std::string memfd_name(const char* kind, const std::string& name) {
+  return name.empty() ? kind : std::string(kind) + ":" + name;
 }
 
 }  // namespace
 
 std::shared_ptr<Arena> Arena::create(const std::string& name, std::size_t capacity_bytes) {
-  if (name.size() > kNameMax || name.find('\0') != std::string::npos)
-    throw Invalid("arena name: at most " + std::to_string(kNameMax) + " bytes and no NUL");
+  check_name(name);
   const std::size_t capacity = std::max(capacity_bytes / kHugeBytes, std::size_t{1}) * kHugeBytes;
   if (capacity / kPageBytes >= kNone) throw Invalid("capacity_bytes: an arena holds less than 16 TiB");
-  const std::string suffix = name.empty() ? "" : ":" + name;
-  Fd data = make_memfd("kvstore-arena" + suffix, capacity);
-  Fd control = make_memfd("kvstore-control" + suffix, control_bytes(capacity));
+  Fd data = make_memfd(memfd_name("kvstore-arena", name), capacity);
+  // F_SEAL_SEAL: a client holds the fds and could otherwise add seals that lock the next client out.
+  add_seals(data.get(), kSizeSeals | F_SEAL_SEAL);
+  return open(name, std::move(data), capacity);
+}
 
+std::shared_ptr<Arena> Arena::adopt(const std::string& name, int data_fd, std::size_t capacity_bytes) {
+  check_name(name);
+  check_capacity(capacity_bytes);
+  check_sealed(data_fd, "data", capacity_bytes, kSizeSeals | F_SEAL_SEAL);
+  return open(name, duplicate(data_fd), capacity_bytes);
+}
+
+// The daemon's side of both: a control region of its own, since nobody can map a sealed one writable again.
+std::shared_ptr<Arena> Arena::open(const std::string& name, Fd data, std::size_t capacity) {
+  Fd control = make_memfd(memfd_name("kvstore-control", name), control_bytes(capacity));
   std::shared_ptr<Arena> arena(new Arena());
   arena->capacity_ = capacity;
   arena->owner_ = true;
   arena->map_regions(data.get(), control.get());
-  // F_SEAL_SEAL: a client holds the fds and could otherwise add seals that lock the next client out.
-  add_seals(data.get(), kSizeSeals | F_SEAL_SEAL);
   // Only now, with our own writable mapping in place, is control closed to every other writer.
   add_seals(control.get(), kSizeSeals | F_SEAL_FUTURE_WRITE);
   add_seals(control.get(), F_SEAL_SEAL);
@@ -194,10 +126,9 @@ std::shared_ptr<Arena> Arena::create(const std::string& name, std::size_t capaci
 }
 
 std::shared_ptr<Arena> Arena::attach(int data_fd, int control_fd, std::size_t capacity_bytes) {
-  if (capacity_bytes == 0 || capacity_bytes % kHugeBytes != 0 || capacity_bytes / kPageBytes >= kNone)
-    throw Invalid("capacity_bytes: must be a multiple of 2 MiB below 16 TiB, as the daemon announced it");
-  check_received(data_fd, "data", capacity_bytes, kSizeSeals);
-  check_received(control_fd, "control", control_bytes(capacity_bytes), kSizeSeals | F_SEAL_FUTURE_WRITE);
+  check_capacity(capacity_bytes);
+  check_sealed(data_fd, "data", capacity_bytes, kSizeSeals);
+  check_sealed(control_fd, "control", control_bytes(capacity_bytes), kSizeSeals | F_SEAL_FUTURE_WRITE);
   std::shared_ptr<Arena> arena(new Arena());
   arena->capacity_ = capacity_bytes;
   arena->map_regions(data_fd, control_fd);
@@ -206,9 +137,9 @@ std::shared_ptr<Arena> Arena::attach(int data_fd, int control_fd, std::size_t ca
 
 void Arena::map_regions(int data_fd, int control_fd) {
   pid_ = getpid();
-  data_ = map_aligned(data_fd, capacity_, PROT_READ | PROT_WRITE);
+  data_ = map_memfd(data_fd, capacity_, PROT_READ | PROT_WRITE);
   const int protection = owner_ ? PROT_READ | PROT_WRITE : PROT_READ;
-  control_ = reinterpret_cast<ControlEntry*>(map_aligned(control_fd, control_bytes(capacity_), protection));
+  control_ = reinterpret_cast<ControlEntry*>(map_memfd(control_fd, control_bytes(capacity_), protection));
 }
 
 Arena::~Arena() {

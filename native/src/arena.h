@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 
+#include "fd.h"
 #include "types.h"
 
 namespace kv {
@@ -36,6 +37,10 @@ class Arena {
  public:
   // Daemon: makes, sizes and seals both memfds. capacity is rounded down to 2 MiB (at least one).
   static std::shared_ptr<Arena> create(const std::string& name, std::size_t capacity_bytes);
+  // Daemon, after another one's end: goes on with its block bytes and makes a fresh control region, every slot
+  // FREE in generation 0 (HostPool::adopt fills it in). The caller keeps data_fd. Invalid unless size and
+  // seals are what `create` made.
+  static std::shared_ptr<Arena> adopt(const std::string& name, int data_fd, std::size_t capacity_bytes);
   // Client: maps fds it received (closed by the caller, nothing here keeps them). Control is mapped
   // read-only, data read-write. Invalid unless sizes and seals are exactly what `create` makes.
   static std::shared_ptr<Arena> attach(int data_fd, int control_fd, std::size_t capacity_bytes);
@@ -63,6 +68,7 @@ class Arena {
 
  private:
   Arena() = default;
+  static std::shared_ptr<Arena> open(const std::string& name, Fd data, std::size_t capacity);
   void map_regions(int data_fd, int control_fd);
   void check_headroom() const;
 

@@ -155,6 +155,12 @@ void bind_arena(nb::module_& m) {
           },
           "name"_a, "capacity_bytes"_a)
       .def_static(
+          "adopt",
+          [](const std::string& name, int data_fd, std::size_t capacity_bytes) {
+            return ArenaHandle{Arena::adopt(name, data_fd, capacity_bytes)};
+          },
+          "name"_a, "data_fd"_a, "capacity_bytes"_a)
+      .def_static(
           "attach",
           [](int data_fd, int control_fd, std::size_t capacity_bytes) {
             return ArenaHandle{Arena::attach(data_fd, control_fd, capacity_bytes)};
@@ -215,6 +221,7 @@ NB_MODULE(_native, m) {
   bind_sums(m);
   bind_arena(m);
   bind_copies(m);
+  bind_keep(m);
   bind_metadata(m);
 }
 

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "arena.h"
+#include "ledger.h"
+#include "survey.h"
 #include "types.h"
 
 namespace kv {
@@ -21,6 +23,8 @@ namespace nb = nanobind;
 
 // Defined in bindings_copier.cc: SlotFormat, PagedLayout, Copier, whole slots.
 void bind_copies(nb::module_& module);
+// Defined in bindings_keep.cc: Ledger, Survey, Adopted.
+void bind_keep(nb::module_& module);
 // Defined in bindings_metadata.cc: Walk, Index, pools.
 void bind_metadata(nb::module_& module);
 
@@ -37,6 +41,20 @@ struct ArenaHandle {
     if (!arena) throw Invalid("arena: this handle was closed; create or attach again");
     return arena;
   }
+};
+
+// The same for a ledger, which pools and surveys share.
+struct LedgerHandle {
+  std::shared_ptr<Ledger> ledger;
+
+  const std::shared_ptr<Ledger>& get() const {
+    if (!ledger) throw Invalid("ledger: this handle was closed");
+    return ledger;
+  }
+};
+
+struct SurveyHandle {
+  std::shared_ptr<Survey> survey;
 };
 
 namespace detail {

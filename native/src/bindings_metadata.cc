@@ -1,5 +1,6 @@
 // Python's view of the metadata: Index, HostPool, DevicePool. One thread owns all of it, so nothing here
 // releases the GIL; every call is bounded by kKeysMax.
+#include <algorithm>
 #include <string>
 
 #include "bindings.h"
@@ -105,9 +106,18 @@ nb::dict host_dropped(HostPool& pool) {
   return out;
 }
 
+Owner owner_arg(nb::handle owner) {
+  const BytesArg bytes(owner, "owner");
+  Owner out{};
+  if (bytes.span().size() != 0 && bytes.span().size() != out.size())
+    throw Invalid("owner: expected 16 bytes or none, got " + std::to_string(bytes.span().size()));
+  std::copy(bytes.span().begin(), bytes.span().end(), out.begin());
+  return out;
+}
+
 Reserved host_reserve(HostPool& pool, NodeId parent, const Array& keys, const SlotFormat& format, double now_s,
-                      double stall_s) {
-  return pool.reserve(parent, keys_arg(keys, "keys"), format, {now_s, stall_s});
+                      double stall_s, nb::handle owner) {
+  return pool.reserve(parent, keys_arg(keys, "keys"), format, {now_s, stall_s, owner_arg(owner)});
 }
 
 nb::object host_publish(HostPool& pool, const Array& nodes, const Array& slots, const Array& crcs,
@@ -126,10 +136,11 @@ void bind_host_pool(nb::module_& m) {
   nb::class_<HostPool>(m, "HostPool")
       .def(
           "__init__",
-          [](HostPool* self, Index& index, const ArenaHandle& arena, std::size_t slab_bytes) {
-            new (self) HostPool(index, arena.get(), slab_bytes);
+          [](HostPool* self, Index& index, const ArenaHandle& arena, std::size_t slab_bytes,
+             const LedgerHandle* ledger) {
+            new (self) HostPool(index, arena.get(), slab_bytes, ledger == nullptr ? nullptr : ledger->get());
           },
-          "index"_a, "arena"_a, "slab_bytes"_a, nb::keep_alive<1, 2>())
+          "index"_a, "arena"_a, "slab_bytes"_a, "ledger"_a.none() = nb::none(), nb::keep_alive<1, 2>())
       .def("match", &HostPool::match, "walk"_a)
       .def(
           "slots", [](const HostPool& p, const Array& nodes) { return vector_result(p.slots(nodes_arg(nodes))); },
@@ -144,12 +155,16 @@ void bind_host_pool(nb::module_& m) {
           "start"_a = 0, "most"_a = kNone)
       .def_prop_ro("slabs", &HostPool::slabs)
       .def("touch", &HostPool::touch, "node"_a)
-      .def("reserve", &host_reserve, "parent"_a, "keys"_a, "format"_a, "now_s"_a, "stall_s"_a)
+      .def("reserve", &host_reserve, "parent"_a, "keys"_a, "format"_a, "now_s"_a, "stall_s"_a,
+           "owner"_a = nb::bytes(""))
       .def("publish", &host_publish, "nodes"_a, "slots"_a, "crcs"_a, "length"_a, "checked"_a)
       .def(
           "abort",
           [](HostPool& p, const Array& nodes, const Array& slots) { p.abort(nodes_arg(nodes), slots_arg(slots)); },
           "nodes"_a, "slots"_a)
+      .def(
+          "adopt", [](HostPool& p, const SurveyHandle& survey, NodeId aside) { return p.adopt(*survey.survey, aside); },
+          "survey"_a, "aside"_a)
       .def("drop", &HostPool::drop, "node"_a)
       .def("forget", &HostPool::forget, "node"_a)
       .def("evict", &HostPool::evict, "format"_a, "slots"_a)

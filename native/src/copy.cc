@@ -265,11 +265,15 @@ BlockStatus verify_slot(const Arena& arena, const SlotFormat& format, SlotId slo
                         CopyScratch& scratch) noexcept {
   const Reading reading(arena.control(slot), format, key);
   if (!reading.matches()) return BlockStatus::kStale;
-  const std::uint8_t* bytes = arena.slot(slot);
-  bool agree = take_table(format, bytes, reading.table_crc(), scratch);
+  return reading.end(sums_agree(arena, format, {slot, reading.table_crc()}, scratch));
+}
+
+bool sums_agree(const Arena& arena, const SlotFormat& format, const Summed& summed, CopyScratch& scratch) noexcept {
+  const std::uint8_t* bytes = arena.slot(summed.slot);
+  bool agree = take_table(format, bytes, summed.table_crc, scratch);
   for (std::size_t cell = 0; agree && cell < format.cells(); ++cell)
     agree = crc32c(bytes + cell * format.cell_stride(), format.cell_bytes) == scratch.table[cell];
-  return reading.end(agree);
+  return agree;
 }
 
 std::uint32_t table_crc(const Arena& arena, const SlotFormat& format, SlotId slot) noexcept {

@@ -108,6 +108,14 @@ BlockStatus load_block(const Route& route, BlockId block, SlotId slot, const Key
 BlockStatus verify_slot(const Arena& arena, const SlotFormat& format, SlotId slot, const Key& key,
                         CopyScratch& scratch) noexcept;
 
+// A slot and the CRC32C that its table must have.
+struct Summed {
+  SlotId slot;
+  std::uint32_t table_crc;
+};
+// Whether the table and every cell of a slot that nobody writes match their sums.
+bool sums_agree(const Arena& arena, const SlotFormat& format, const Summed& summed, CopyScratch& scratch) noexcept;
+
 // CRC32C of the slot's table, as publish needs it. Reads 4 bytes per cell.
 std::uint32_t table_crc(const Arena& arena, const SlotFormat& format, SlotId slot) noexcept;
 

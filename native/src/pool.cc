@@ -17,8 +17,10 @@ bool slot_may_move(SlotState from, SlotState to) noexcept {
   return false;
 }
 
-HostPool::HostPool(Index& index, std::shared_ptr<Arena> arena, std::size_t slab_bytes)
-    : index_(index), arena_(std::move(arena)), slabs_(arena_->capacity_bytes(), slab_bytes) {
+HostPool::HostPool(Index& index, std::shared_ptr<Arena> arena, std::size_t slab_bytes, std::shared_ptr<Ledger> ledger)
+    : index_(index), arena_(std::move(arena)), ledger_(std::move(ledger)),
+      slabs_(arena_->capacity_bytes(), slab_bytes) {
+  if (ledger_ && ledger_->pages() != arena_->pages()) throw Invalid("ledger: made for an arena of another size");
   if (!arena_->writable_control())
     throw Invalid("arena: attached by a client; a pool needs the arena that create() made");
   records_.resize(slabs_.slabs());
@@ -28,7 +30,7 @@ HostPool::HostPool(Index& index, std::shared_ptr<Arena> arena, std::size_t slab_
     if (index_.node(id).pins > 0) pinned(id);
 }
 
-// The control entries stay as they are: a kept arena outlives its pool.
+// Control entries and ledger stay as they are: a kept arena outlives its pool.
 HostPool::~HostPool() {
   std::vector<NodeId> held;
   for (std::uint32_t slab = 0; slab < slabs_.slabs(); ++slab) {
@@ -59,6 +61,7 @@ void HostPool::move(SlotId slot, SlotState from, SlotState to) {
   // Before anyone may write: a reader that is still copying finds another generation afterwards.
   if (from == SlotState::kFree) control.generation.fetch_add(1, std::memory_order_acq_rel);
   control.state.store(static_cast<std::uint32_t>(to), std::memory_order_release);
+  if (ledger_ && from != SlotState::kFree && to != SlotState::kReady) ledger_->free(slot);
   r.state = to;
   index_.changed();
   --by_state_[static_cast<std::size_t>(from)];
@@ -68,15 +71,17 @@ void HostPool::move(SlotId slot, SlotState from, SlotState to) {
   if (to == SlotState::kFree) used_bytes_ -= bytes;
 }
 
-SlotId HostPool::hand_out(NodeId node, SlotId slot, double now_s) {
+SlotId HostPool::hand_out(NodeId node, SlotId slot, const Filler& filler, const SlotFormat& format) {
   const std::uint32_t slab = slabs_.locate(slot).slab;
   if (records_[slab].size() != slabs_.slots_in(slab)) records_[slab].assign(slabs_.slots_in(slab), Record{});
   Record& r = record(slot);
   r.node = node;
-  r.since_s = now_s;
+  r.since_s = filler.now_s;
   r.older = fills_.find(node);
   fills_.set(node, slot);
   move(slot, SlotState::kFree, SlotState::kFilling);
+  if (ledger_)
+    ledger_->filling(slot, arena_->control(slot).generation.load(std::memory_order_relaxed), filler.owner, format);
   ++index_.node(node).holders;
   policy_.touch(node);
   ref(node);
@@ -272,6 +277,7 @@ std::vector<SlotId> HostPool::slots(std::span<const NodeId> nodes) const {
 void HostPool::touch(NodeId node) {
   index_.require(node, "node");
   policy_.touch(node);
+  if (ledger_ && index_.node(node).host_slot != kNone) ledger_->touch(index_.node(node).host_slot);
 }
 
 std::vector<NodeId> HostPool::missing(NodeId node) const {

@@ -25,8 +25,10 @@
 #include "arena.h"
 #include "id_map.h"
 #include "index.h"
+#include "ledger.h"
 #include "lru.h"
 #include "slabs.h"
+#include "survey.h"
 #include "types.h"
 
 namespace kv {
@@ -59,15 +61,31 @@ struct HostDropped {
   std::size_t evicted = 0, orphaned = 0, lost = 0, no_room = 0, rot = 0, events_lost = 0;
 };
 
-// The clock of a reserve: a slot FILLING for longer than stall_s no longer keeps others from filling.
-struct FillTime {
+// Who reserves, and when: a slot FILLING for longer than stall_s no longer keeps others from filling.
+struct Filler {
   double now_s = 0;
   double stall_s = 0;
+  Owner owner{};
+};
+
+// What became of the slots of a kept arena.
+struct Adopted {
+  std::size_t ready = 0;     // served again
+  std::size_t torn = 0;      // ledger entries that cannot be true
+  std::size_t rotten = 0;    // blocks whose bytes do not match their sums
+  std::size_t orphaned = 0;  // blocks without a readable block before them
+  std::size_t no_room = 0;   // more blocks than the index may know, or a slab of another slot size
+  // FILLING: stand-in nodes, slots and who may be writing.
+  std::vector<NodeId> nodes;
+  std::vector<SlotId> slots;
+  std::vector<Owner> owners;
 };
 
 class HostPool final : public Place {
  public:
-  HostPool(Index& index, std::shared_ptr<Arena> arena, std::size_t slab_bytes);
+  // With a ledger, what happens to slots is written there too, for a daemon that comes after this one.
+  HostPool(Index& index, std::shared_ptr<Arena> arena, std::size_t slab_bytes,
+           std::shared_ptr<Ledger> ledger = nullptr);
   ~HostPool();
   HostPool(const HostPool&) = delete;
   HostPool& operator=(const HostPool&) = delete;
@@ -82,7 +100,7 @@ class HostPool final : public Place {
   std::size_t slabs() const noexcept { return records_.size(); }
 
   // Strong guarantee: Invalid changes nothing. Never evicts the chain of parent, nor what it passed.
-  Reserved reserve(NodeId parent, std::span<const Key> keys, const SlotFormat& format, FillTime time);
+  Reserved reserve(NodeId parent, std::span<const Key> keys, const SlotFormat& format, Filler filler);
   // What a filled slot holds.
   struct Content {
     std::span<const std::uint32_t> crcs;  // one per slot: CRC32C of its CRC table
@@ -92,6 +110,12 @@ class HostPool final : public Place {
   std::vector<std::uint8_t> publish(std::span<const NodeId> nodes, std::span<const SlotId> slots,
                                     const Content& content);
   void abort(std::span<const NodeId> nodes, std::span<const SlotId> slots);
+
+  // Goes on with a kept arena, once, before anything was reserved. Generations continue. A verified block is
+  // READY again if the one before it is; FILLING slots stay so, for stand-in nodes under the root `aside`, until
+  // they are aborted; everything else, what stood under `aside` included, is FREE.
+  // Invalid when the FILLING slots contradict each other: the pool and its index are of no use then.
+  Adopted adopt(const Survey& survey, NodeId aside);
 
   bool drop(NodeId node);    // rot, counted
   bool forget(NodeId node);  // the same for bytes that nobody will miss
@@ -136,11 +160,13 @@ class HostPool final : public Place {
   void unref(NodeId node);
 
   SlotId take_slot(std::size_t size_class, std::size_t& foreign_evictions);
-  SlotId hand_out(NodeId node, SlotId slot, double now_s);
+  SlotId hand_out(NodeId node, SlotId slot, const Filler& filler, const SlotFormat& format);
   void take_back(NodeId node, SlotId slot, SlotState from);
   void forget_fill(NodeId node, SlotId slot);
-  bool being_filled(NodeId node, const FillTime& time) const;
+  bool being_filled(NodeId node, const Filler& filler) const;
   bool publish_one(NodeId node, SlotId slot, const Content& content, std::uint32_t crc);
+  void adopt_filling(SlotId slot, NodeId aside, const LedgerEntry& entry, Adopted& out);
+  NodeId adopt_ready(SlotId slot, NodeId aside, const LedgerEntry& entry, Adopted& out);
   void require_filling(std::span<const NodeId> nodes, std::span<const SlotId> slots) const;
 
   Victim oldest(std::size_t size_class);
@@ -150,6 +176,7 @@ class HostPool final : public Place {
 
   Index& index_;
   std::shared_ptr<Arena> arena_;
+  std::shared_ptr<Ledger> ledger_;            // null: nothing outlives this pool
   Slabs slabs_;
   std::vector<std::vector<Record>> records_;  // by slab, by index: 24 B per slot
   Policy policy_;                             // ids are nodes, queues are size classes

@@ -8,13 +8,13 @@
 
 namespace kv {
 
-bool HostPool::being_filled(NodeId node, const FillTime& time) const {
+bool HostPool::being_filled(NodeId node, const Filler& filler) const {
   const SlotId newest = fills_.find(node);
-  return newest != kNone && time.now_s - record(newest).since_s < time.stall_s;
+  return newest != kNone && filler.now_s - record(newest).since_s < filler.stall_s;
 }
 
-Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotFormat& format, FillTime time) {
-  if (!std::isfinite(time.now_s) || !(time.stall_s >= 0))
+Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotFormat& format, Filler filler) {
+  if (!std::isfinite(filler.now_s) || !(filler.stall_s >= 0))
     throw Invalid("now_s, stall_s: must be finite and not negative");
   const std::vector<NodeId> known = index_.resolve(parent, keys);
   const std::size_t size_class = slabs_.class_for(format.slot_bytes());
@@ -35,7 +35,7 @@ Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotF
     SlotId slot = kNone;
     if (node != kNone && index_.node(node).host_slot != kNone) {
       ++out.filled;
-    } else if (node != kNone && being_filled(node, time)) {
+    } else if (node != kNone && being_filled(node, filler)) {
       ++out.elsewhere;
     } else {
       slot = take_slot(size_class, foreign_evictions);
@@ -45,7 +45,7 @@ Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotF
         break;
       }
       if (node == kNone) node = index_.make(up, keys[i]);
-      hand_out(node, slot, time.now_s);
+      hand_out(node, slot, filler, format);
     }
     if (i >= known.size()) {
       ref(node);
@@ -128,6 +128,10 @@ bool HostPool::publish_one(NodeId node, SlotId slot, const Content& content, std
   control.checked = content.checked;
   std::memcpy(control.fingerprint, n.key.bytes.data(), sizeof control.fingerprint);
   move(slot, SlotState::kFilling, SlotState::kReady);
+  if (ledger_ && content.checked != 0)
+    ledger_->ready(slot, {n.key, up.key, n.depth, control.length, crc});
+  else if (ledger_)
+    ledger_->free(slot);  // nobody may read it (see Reading in copy.cc): not worth keeping
   n.host_slot = slot;
   policy_.touch(node);
   offer_if_candidate(node);

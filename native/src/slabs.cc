@@ -59,11 +59,9 @@ std::size_t Slabs::class_for(std::size_t slot_bytes) {
   return c;
 }
 
-// Gives the class a free slab. The only slab of another size is the last one, which is tried last.
-bool Slabs::claim(std::size_t size_class) {
+// Gives the class a free slab, if one slot fits it.
+bool Slabs::claim(std::size_t size_class, std::uint32_t slab) {
   Class& owner = classes_[size_class];
-  const std::uint32_t slab = free_slabs_.next(0);
-  if (slab == kNone) return false;
   const std::size_t slots = bytes_of(slab) / owner.slot_bytes;
   if (slots == 0) return false;
   FreeIds free(slots);
@@ -80,7 +78,11 @@ bool Slabs::claim(std::size_t size_class) {
 SlotId Slabs::take(std::size_t size_class) {
   Class& owner = classes_[size_class];
   if (!owner.open.has(owner.slab)) {
-    if (owner.open.count() == 0 && !claim(size_class)) return kNone;
+    if (owner.open.count() == 0) {
+      // The only slab of another size is the last one, which is tried last.
+      const std::uint32_t slab = free_slabs_.next(0);
+      if (slab == kNone || !claim(size_class, slab)) return kNone;
+    }
     owner.slab = owner.open.next(0);  // lowest first: high slabs get a chance to become empty
     owner.index = 0;
   }
@@ -90,6 +92,23 @@ SlotId Slabs::take(std::size_t size_class) {
   if (slab.free.count() == 0) owner.open.remove(owner.slab);
   ++taken_slots_;
   return slot_at({owner.slab, index});
+}
+
+bool Slabs::adopt(SlotId slot, std::size_t slot_bytes) {
+  const std::size_t offset = std::size_t{slot} * kPageBytes, size = round_up(slot_bytes, kPageBytes);
+  if (slot == kNone || slot_bytes == 0 || offset >= capacity_bytes_) return false;
+  const auto slab = static_cast<std::uint32_t>(offset / slab_bytes_);
+  if (offset % slab_bytes_ % size != 0 || offset % slab_bytes_ + size > bytes_of(slab)) return false;
+  const std::size_t size_class = class_for(slot_bytes);
+  if (slabs_[slab].size_class == kClassesMax && !claim(size_class, slab)) return false;
+  if (slabs_[slab].size_class != size_class) return false;
+  const auto index = static_cast<std::uint32_t>(offset % slab_bytes_ / size);
+  FreeIds& free = slabs_[slab].free;
+  if (!free.has(index)) return false;
+  free.remove(index);
+  if (free.count() == 0) classes_[size_class].open.remove(slab);
+  ++taken_slots_;
+  return true;
 }
 
 void Slabs::give(SlotId slot) {

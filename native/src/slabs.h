@@ -35,6 +35,9 @@ class Slabs {
 
   // Next free slot of the class, claiming a free slab if needed, or kNone. O(1).
   SlotId take(std::size_t size_class);
+  // Takes that very slot, of slots of that size; false if its slab has slots of another size, or it does not
+  // start one, or is taken. For an arena that outlived its daemon.
+  bool adopt(SlotId slot, std::size_t slot_bytes);
   // Gives a taken slot back. O(1).
   void give(SlotId slot);
   // Where a slot lies, or slab kNone if no slot of a class starts there.
@@ -70,7 +73,7 @@ class Slabs {
   };
 
   std::size_t bytes_of(std::uint32_t slab) const noexcept;
-  bool claim(std::size_t size_class);
+  bool claim(std::size_t size_class, std::uint32_t slab);
 
   std::size_t capacity_bytes_;
   std::size_t slab_bytes_;

@@ -36,7 +36,7 @@ class World:
         self.root = self.index.root(ROOT)
 
     def save(self, chain: KeyChain, stop: int) -> None:
-        got = self.host.reserve(self.root, chain.keys[:stop], SHAPE, 0.0, 1.0)
+        got = self.host.reserve(self.root, chain.keys[:stop], SHAPE, 0.0, 1.0, bytes(16))
         ours = got.slots != NONE
         assert got.dropped == 0
         if ours.any():

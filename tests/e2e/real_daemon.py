@@ -14,7 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import systemd_end
 from raw_session import RawSession
+from systemd_end import SystemdEnd
+
+from kvstore.keep.holding import end_leftover
 
 __all__ = ["WAIT_S", "RealDaemon", "eventually", "live_with_parent"]
 
@@ -87,16 +91,23 @@ class RealDaemon:
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def start(self, wait: bool = True) -> RealDaemon:
-        """Begin, and by default wait until engines may attach."""
+    def start(self, wait: bool = True, under: SystemdEnd | None = None) -> RealDaemon:
+        """Begin, and by default wait until engines may attach; `under` a service systemd, with its fds."""
+        command = [*self._program, "serve", "--config", str(self.config)]
+        environ, fds = self._environ, []
+        if under is not None:
+            fds = under.fds()
+            environ = {**environ, **under.environ()}
+            command = [systemd_end.__file__, str(len(fds)), *map(str, fds), *command]
         with self.log.open("ab") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, *self._program, "serve", "--config", str(self.config)],
+                [sys.executable, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
                 preexec_fn=live_with_parent,
-                env=self._environ,
+                env=environ,
+                pass_fds=fds,
                 cwd=self.folder,
             )
         if wait:
@@ -151,6 +162,7 @@ class RealDaemon:
             self.process.kill()
         if self._process is not None:
             self._process.wait(WAIT_S)
+        end_leftover(Path(f"{self.socket}.keep"))  # a holder outlives a daemon that was killed
 
     # ---- questions ----------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def test_a_completion_script_is_valid(shell: str, tmp_path: Path) -> None:
 
 
 COMPLETED = {
-    "kvstore st": {"status"},
+    "kvstore st": {"status", "stop"},
     "kvstore co": {"config", "completion"},
     "kvstore status --j": {"--json"},
     "kvstore completion b": {"bash"},

@@ -17,7 +17,8 @@ from raw_session import RawSession
 from real_daemon import RealDaemon, eventually, mapped
 from scene import Scene
 
-from kvstore.client import PoolSpec
+from kvstore.client import PoolSpec, reading
+from kvstore.client.core import Loading
 from kvstore.types import Busy, Miss, SaveResult
 
 # Short, so that every wait of a client ends soon; nothing here depends on how soon.
@@ -44,8 +45,7 @@ def test_engines_survive_their_daemon_and_find_the_next_one(stage: Scene, number
     hit = engine.hit(chain)
     daemon.end(number)
     # Whatever is asked meanwhile is a miss, a drop, a no-op; nothing raises, nothing hangs.
-    result = engine.load(hit, chain)
-    assert result.good in (0, 10)
+    assert engine.load(hit, chain).good == 0
     engine.client.release(hit.lease)
     engine.client.release(hit.lease)
     assert isinstance(engine.client.lookup(chain), Miss)
@@ -68,6 +68,31 @@ def test_engines_survive_their_daemon_and_find_the_next_one(stage: Scene, number
     engine.close()
     assert mapped(os.getpid()) == before
     daemon.assert_quiet()
+
+
+def test_a_load_that_ends_after_its_daemon_counts_as_failed(stage: Scene) -> None:
+    """The copy succeeds, our mapping is still there; but another daemon could have handed the slots on."""
+    daemon = stage.start_daemon()
+    engine = stage.engine()
+    chain = engine.saved(1, 10)
+    hit, core = engine.hit(chain), engine.client._core
+    attachment = core.attachment
+    assert attachment is not None
+    assert core.copier is not None
+    for good in (10, 0):
+        job = core.submit_load(attachment, np.arange(10, dtype=np.uint32), hit.slots, chain.keys)
+        load = reading.load(core, Loading(job, 10, attachment, 0, 0))
+        next(load)
+        copied = core.copier.wait(job, 60.0)
+        assert copied is not None
+        assert not copied.status.any()
+        if not good:
+            daemon.end(signal.SIGKILL)
+        with pytest.raises(StopIteration) as ended:
+            load.send(copied)
+        result = ended.value.value
+        assert result.good == good
+        assert (result.reason == "the daemon went away") == (good == 0)
 
 
 def test_a_daemon_killed_while_loads_and_saves_run(stage: Scene) -> None:

@@ -20,7 +20,8 @@ from kvstore.rpc import messages as m
 
 __all__ = ["REQUESTS", "Hostile", "Known", "damaged", "shapeless"]
 
-REQUESTS: tuple[type[msgspec.Struct], ...] = get_args(m.Request)
+# A Stop would be obeyed: any tool of the daemon's user may send it.
+REQUESTS: tuple[type[msgspec.Struct], ...] = tuple(kind for kind in get_args(m.Request) if kind is not m.Stop)
 _INTS = (0, 1, 2, 3, 7, -1, 64, 255, 4096, 8192, 8193, 65_536, 1 << 20, (1 << 31) - 1, 1 << 31)
 _INTS += ((1 << 32) - 1, 1 << 32, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
 _TEXTS = ("", "default", "friend", "none", "x" * 70_000, "\0", "é☃\U0001f600", "../../etc", "{0}%s", "A" * 64)

@@ -124,6 +124,7 @@ ANOTHER = {
     "metrics.listen": "127.0.0.1:9464",
     "daemon.heartbeat_s": "0.5",
     "daemon.stale_after_s": "9.5",
+    "daemon.keep_arena": "true",
     "host.capacity_bytes": "3GiB",
     "host.slab_bytes": "64MiB",
     "host.huge_pages": "false",

@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
+from kvstore.processes import process_identity
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.messages import FRAME_BYTES_MAX
-from kvstore.rpc.server import _process_identity
 
 # One receive plus one frame: what an honest connection may hold at once.
 HELD_MAX = (256 << 10) + FRAME_BYTES_MAX
@@ -89,7 +89,7 @@ def test_a_process_is_known_by_its_pidfd_not_by_its_number() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     fds = [os.pidfd_open(os.getpid()), os.pidfd_open(os.getpid()), os.pidfd_open(child.pid)]
     try:
-        mine, again, other = map(_process_identity, fds)
+        mine, again, other = map(process_identity, fds)
     finally:
         child.communicate(b"\n")
         for fd in fds:
@@ -103,7 +103,7 @@ def test_a_process_is_known_by_its_pidfd_not_by_its_number() -> None:
 def test_what_is_no_pidfd_identifies_nobody() -> None:
     anonymous = os.eventfd(0)
     try:
-        assert _process_identity(anonymous) is None
-        assert _process_identity(-1) is None
+        assert process_identity(anonymous) is None
+        assert process_identity(-1) is None
     finally:
         os.close(anonymous)

@@ -199,6 +199,7 @@ REQUESTS: list[tuple[m.Request, str]] = [
     (m.Quiesced(), "92cd012c91a87175696573636564"),
     (m.Status(), "92cd012c91a6737461747573"),
     (m.Check(), "92cd012c91a5636865636b"),
+    (m.Stop(True), "92cd012c92a473746f70c3"),
 ]
 REPLIES: list[tuple[m.Reply | m.Notice, str]] = [
     (

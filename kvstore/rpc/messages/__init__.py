@@ -12,7 +12,7 @@ little-endian bytes (uint32 unless said otherwise), keys as 32 bytes each. Block
     Lookup, Extend, Fetch, Report, Release   reading
     Reserve, Publish, Abort                  writing
     Acquire, Commit, Adopt, Observe          the device pool
-    Heartbeat, Timings, Quiesced, Status, Check
+    Heartbeat, Timings, Quiesced, Status, Check, Stop
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ from kvstore.rpc.messages.life import (
     Quieted,
     Status,
     StatusReport,
+    Stop,
 )
 from kvstore.rpc.messages.timings import TIMINGS_MAX, Timings
 
@@ -116,6 +117,7 @@ __all__ = [
     "Reserved",
     "Status",
     "StatusReport",
+    "Stop",
     "Timings",
     "pattern",
 ]
@@ -149,6 +151,7 @@ Request = (
     | Quiesced
     | Status
     | Check
+    | Stop
 )
 Reply = (
     Attached

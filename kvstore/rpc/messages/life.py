@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.rpc.messages.base import Message
 
-__all__ = ["Check", "Done", "Failed", "Heartbeat", "Quiesced", "Quieted", "Status", "StatusReport"]
+__all__ = ["Check", "Done", "Failed", "Heartbeat", "Quiesced", "Quieted", "Status", "StatusReport", "Stop"]
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True):
@@ -34,6 +34,16 @@ class StatusReport(Message, tag="status_report", frozen=True):
 class Check(Message, tag="check", frozen=True):
     """Check every conservation law, from now on. Reply, when that is done: StatusReport, {"ok": true}, with
     "partial" if the store changed all the while and counts were left out, or {"ok": false, "broken": …}."""
+
+
+class Stop(Message, tag="stop", frozen=True):
+    """End the daemon; tools of its own user (or root) only. Reply: Done, then the connection closes.
+
+    Attributes:
+        keep: leave the arenas to the next daemon; only where it runs with `daemon.keep_arena`.
+    """
+
+    keep: bool
 
 
 class Done(Message, tag="done", frozen=True):
