@@ -7,6 +7,7 @@
 #   make protos      generate kvstore/v1 from protos/ again
 #   make soak        a hundred kills of a daemon under load, each followed by a warm restart (minutes)
 #   make format      let ruff format the tree
+#   make peers       other stores, each in a virtual environment of its own, for bench.local --peers
 #   make clean       remove what make made
 
 SHELL := /bin/bash
@@ -52,6 +53,12 @@ $(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.torch
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
+# Redis from the system, LMCache, openlake-vllm and redhare from the registry: some 800 MB.
+.PHONY: peers
+peers: build
+	@tools/system_packages.sh peers "$(PYTHON)"
+	$(BIN)/python tools/install_peers.py
+
 # ---- checks ---------------------------------------------------------------------------------------------------
 
 lint: build
@@ -94,4 +101,4 @@ format: build
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

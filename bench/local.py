@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from bench.limits import LibcCopy, memory_of, numpy_copy
 from bench.local_children import first_saves, probe
 from bench.local_lookup import lookups
+from bench.local_peers import arguments, compare
 from bench.machine import huge_bytes
 from bench.measure import Arm, Measured, finish, measure, parser, working_set_bytes
 from bench.paged import BenchDaemon, PagedMemory, client_of, layout_of
@@ -250,16 +251,18 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Returns the exit status: 0, 1 when a block was wrong, 3 when void."""
+    """Returns the exit status: 0, 1 a block was wrong, 3 void, 4 a peer asked for by name failed."""
     command = parser("local", __doc__)
     command.add_argument("--turns", type=int, default=9, help="repetitions that count (9)")
     command.add_argument("--threads", type=int, default=1, help="copy threads (1, as memcpy has)")
-    command.add_argument("--only", choices=[*SIZES, "hash", "lookup"], action="append", help="a part of it")
+    every = [*SIZES, "hash", "lookup"]
+    command.add_argument("--only", choices=[*every, "peers"], action="append", help="a part of it")
     command.add_argument(
         "--nodes", type=int, default=1_000_000, help="nodes in the daemon's index (1,000,000)"
     )
+    arguments(command)
     options = command.parse_args()
-    parts = options.only or [*SIZES, "hash", "lookup"]
+    parts = [part for part in options.only or every if part != "peers"]
     figures: dict[str, Any] = {}
     voids: list[str] = []
     for part in parts:
@@ -273,9 +276,11 @@ def main() -> int:
         voids += why
         if not options.json:
             show(some)
+    compared, missing = compare(options)
+    figures.update(compared)
     wrong = sum(figures[key] for key in figures if key.startswith("wrong_blocks"))
     status = finish("local", options, summary(figures), voids)
-    return 1 if wrong else status
+    return 1 if wrong else status or missing
 
 
 if __name__ == "__main__":

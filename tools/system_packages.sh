@@ -3,6 +3,7 @@
 #
 #   system_packages.sh build PYTHON   Python 3.11-3.13 with venv and headers, a C++20 compiler
 #   system_packages.sh test PYTHON    the same, and the doctest header
+#   system_packages.sh peers PYTHON   the same as build, and redis-server for bench.local --peers
 set -euo pipefail
 
 what=$1 python=$2
@@ -20,6 +21,9 @@ fi
 command -v g++ >/dev/null || needed+=(g++)
 if [ "$what" = test ]; then
   [ -f /usr/include/doctest/doctest.h ] || needed+=(doctest-dev)
+fi
+if [ "$what" = peers ]; then
+  command -v redis-server >/dev/null || needed+=(redis-server)
 fi
 [ ${#needed[@]} -gt 0 ] || exit 0
 
