@@ -1,7 +1,7 @@
 """Make .venv-peers/NAME for every store that `python -m bench.local --peers` compares with. Idempotent.
 
-What is pinned is what the results were measured with. A store that cannot be installed is named, the others are
-installed all the same, and the exit status is 1.
+What is pinned is what the results were measured with. A store that cannot be installed is named, the others
+are installed all the same, and the exit status is 1.
 """
 
 from __future__ import annotations

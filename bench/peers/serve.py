@@ -1,9 +1,9 @@
-"""The process that stands between bench.local_peers and one store: lines in, JSON out, the store's own seconds.
+"""The process between bench.local_peers and one store: lines in, JSON out, the store's own seconds.
 
     open FOLDER LIMIT_LIBRARY BLOCK_BYTES BLOCKS CAPACITY_BLOCKS    → {version, note, leaves}
     put BLOCKS            new chains from random places             → {seconds}
     get                   the chains put last, to random places     → {seconds, wrong}
-    memcpy put|get BLOCKS the same moves by memcpy, one thread      → {seconds}; after one of put, put comes first
+    memcpy put|get BLOCKS the same moves by memcpy, one thread      → {seconds}; no get after one of put
     plant LENGTH CHAINS   chains to look up                         → {}
     lookup LENGTH hit|half|miss                                     → {seconds, blocks}
     close                                                           → {}
@@ -145,7 +145,7 @@ class Store(ABC):
     def lookup(self, key: Any) -> tuple[float, int]:
         """Seconds of the store's own calls, and how many leading blocks it has."""
 
-    def forget(self, keys: Sequence[Any]) -> None:
+    def forget(self, keys: Sequence[Any]) -> None:  # noqa: B027 most stores need not
         """Called, untimed, with what was put before, ahead of the next put: for stores that need it."""
 
     @abstractmethod
@@ -320,7 +320,7 @@ def serve(opened: Opened) -> None:
         for line in sys.stdin:
             try:
                 reply = service.answer(line)
-            except Exception as error:  # whatever a foreign store raises is a line in the table, not our end
+            except Exception as error:  # noqa: BLE001 what a foreign store raises is a line in the table
                 reply = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(reply), file=replies, flush=True)
     finally:
