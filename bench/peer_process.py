@@ -107,7 +107,9 @@ class Child:
         return reply
 
     def close(self) -> None:
-        """End it and everything it started; remove what it left."""
+        """End it and everything it started; remove what it left. Again is harmless."""
+        if self._process.returncode is not None:
+            return
         with suppress(PeerError):
             self.ask("close", _CLOSE_S)
         assert self._process.stdin is not None
