@@ -141,6 +141,8 @@ def test_a_failing_store_is_a_line_with_the_reason(tmp_path: Path, monkeypatch: 
     assert figures["peers"]["openlake"]["wrong_blocks"] == 0
     lines = local_peers.table(figures).splitlines()
     assert lines[1].startswith("kvstore 1.0")
+    figures["peers"]["openlake"]["wrong_blocks"] = 3
+    assert "openlake: WRONG BYTES in 3 of the blocks compared" in local_peers.table(figures)
     assert any(line.startswith("lmcache: not (wholly) measured: not installed: make peers") for line in lines)
 
 
