@@ -77,7 +77,7 @@ class Child:
         self.name, self.folder = system.name, folder
         self._log = folder / "child.log"
         self._leaves: list[str] = []
-        self._got = b""
+        self._got, self._closed = b"", False
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [str(system.python), "-m", system.module],
@@ -108,8 +108,9 @@ class Child:
 
     def close(self) -> None:
         """End it and everything it started; remove what it left. Again is harmless."""
-        if self._process.returncode is not None:
+        if self._closed:
             return
+        self._closed = True
         with suppress(PeerError):
             self.ask("close", _CLOSE_S)
         assert self._process.stdin is not None

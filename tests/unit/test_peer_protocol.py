@@ -90,6 +90,16 @@ def test_what_a_store_leaves_is_removed(opened: Callable[[str], Child], tmp_path
     assert not (tmp_path / "left-by-dict-store").exists()
 
 
+def test_what_a_store_leaves_is_removed_when_its_process_died(
+    opened: Callable[[str], Child], tmp_path: Path
+) -> None:
+    child = opened("die")
+    with pytest.raises(PeerError):
+        child.ask("put 32")
+    child.close()
+    assert not (tmp_path / "left-by-dict-store").exists()
+
+
 def test_a_peer_that_is_not_installed_says_how(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="make peers"):
         Child(System("dict", DICT, tmp_path / "no-python"), tmp_path)
