@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+import raw_session
 from fake_engine import SMALL, FakeEngine
 from raw_session import RawSession, frame, hello
 from real_daemon import RealDaemon, live_with_parent
@@ -49,7 +50,8 @@ def test_case_33_no_admin_by_the_session_socket(scene: Scene) -> None:
     chain = engine.saved(1, 5)
     before = scene.daemon.group()
     harmless = {m.Heartbeat, m.Status, m.Check}
-    samples: dict[type, Any] = {kind: _sample(kind, chain.root) for kind in get_args(m.Request)}
+    kinds = set(get_args(m.Request)) - {m.Stop}  # for the daemon's own user only: the test after next
+    samples: dict[type, Any] = {kind: _sample(kind, chain.root) for kind in kinds}
     for kind, message in samples.items():
         tool = scene.session().tool()
         answer = tool.ask(message)
@@ -61,7 +63,7 @@ def test_case_33_no_admin_by_the_session_socket(scene: Scene) -> None:
         tool.close()
     # Nor does the protocol know a word for it.
     tags = {kind.__struct_config__.tag for kind in samples}
-    assert not tags & {"flush", "drop", "clear", "stop", "shutdown", "evict", "set", "reload", "exec"}
+    assert not tags & {"flush", "drop", "clear", "shutdown", "evict", "set", "reload", "exec"}
     after = scene.daemon.group()
     assert after["host"] == before["host"]
     assert after["engines"].keys() == before["engines"].keys()
@@ -124,6 +126,46 @@ def test_case_33_another_user_does_not_get_in(open_daemon: RealDaemon) -> None:
     # The test is one of the mode and of nothing else: with another mode the same stranger connects.
     open_daemon.socket.chmod(0o666)
     assert knock() == "connected 65534"
+
+
+# Becomes nobody and asks the daemon to end, first as a tool, then without a word of who it is.
+SABOTEUR = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from raw_session import RawSession
+from kvstore.rpc import messages as m
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+print(RawSession(Path(sys.argv[1])).tool().ask(m.Stop(False)).status, end=" ")
+print(RawSession(Path(sys.argv[1])).ask(m.Stop(False)).status, os.geteuid())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone else")
+def test_case_33_another_user_cannot_stop_the_daemon(open_daemon: RealDaemon) -> None:
+    """Not even where the socket's mode lets it in."""
+    open_daemon.socket.chmod(0o666)
+    here = str(Path(raw_session.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", SABOTEUR, str(open_daemon.socket), here],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        preexec_fn=live_with_parent,
+    )
+    assert done.stdout.split() == ["PERMISSION_DENIED", "PERMISSION_DENIED", "65534"], done.stderr
+    assert open_daemon.alive
+
+
+def test_case_33_an_engine_cannot_stop_the_daemon(scene: Scene) -> None:
+    raw = scene.session().attach(SMALL, model=scene.name).prove()
+    answer = raw.ask(m.Stop(False))
+    assert isinstance(answer, m.Failed)
+    assert answer.status == "PERMISSION_DENIED"
+    assert raw.ask(m.Heartbeat()) == m.Done()
 
 
 def test_case_33_a_pickled_frame_is_refused_and_never_loaded(scene: Scene, tmp_path: Path) -> None:
