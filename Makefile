@@ -6,6 +6,9 @@
 #   make fuzz        the fuzzers at full length (minutes; short runs are part of make test)
 #   make protos      generate kvstore/v1 from protos/ again
 #   make soak        a hundred kills of a daemon under load, each followed by a warm restart (minutes)
+#   make soak        a daemon with a kept arena, killed and started again 100 times
+#   make peers       virtual environments of other stores, for python -m bench.local --peers
+#   make numbers     write README's figures from bench/results again
 #   make format      let ruff format the tree
 #   make peers       other stores, each in a virtual environment of its own, for bench.local --peers
 #   make clean       remove what make made
@@ -21,7 +24,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 EXTRAS ?= torch,bench,dev
 
-.PHONY: demo test build lint native-test pytest fuzz protos soak format clean system doctest
+.PHONY: demo test build lint native-test pytest fuzz protos soak numbers format clean system doctest
 
 demo: build
 	$(BIN)/kvstore demo
@@ -95,6 +98,9 @@ protos: build
 
 soak: build
 	$(BIN)/python tests/e2e/keep_rounds.py --rounds 100
+
+numbers: build
+	$(BIN)/python -m bench.numbers
 
 format: build
 	$(BIN)/ruff check --fix .

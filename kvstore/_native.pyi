@@ -190,6 +190,8 @@ class Walk:
         """(depth,) nodes in chain order."""
     def digest(self, length: int) -> int:
         """keys_digest of the first `length` keys."""
+    def packed(self, start: int, stop: int, pages_per_slot: int) -> bytes:
+        """pack_slots() of blocks [start, stop), as they lay when the walk was made."""
 
 class Index:
     """Ancestor-closed tree of block keys (LAWS C). Holds no bytes; pools say where bytes are."""
@@ -392,9 +394,7 @@ class DeviceChecker:
     def settled(self) -> bool: ...
 
 def pack_slots(slots: U32, pages_per_slot: int) -> bytes:
-    """Where blocks lie, in order, as little-endian u32: one per slot or, when that is shorter, a pair
-    [first slot, count] per run of neighbours."""
+    """Slots in order as little-endian u32: one each or, if shorter, a pair [first, count] per run."""
 
 def unpack_slots(packed: bytes, count: int, pages_per_slot: int, pages: int) -> U32:
-    """(count,) slots that pack_slots() packed. ValueError unless there are exactly so many, every one inside
-    an arena of `pages` pages: it may come from the wire."""
+    """(count,) slots as packed; ValueError unless exactly so many, all inside an arena of `pages` pages."""

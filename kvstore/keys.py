@@ -85,10 +85,12 @@ class KeyChain:
     Attributes:
         root: 32 bytes, parent of the first key.
         keys: (n, 32) uint8, one per full block.
+        whole: digest of all of them, made while they are in the cache; None = not made yet.
     """
 
     root: bytes
     keys: NDArray[np.uint8]
+    whole: int | None = None
 
     @staticmethod
     def of(
@@ -117,7 +119,7 @@ class KeyChain:
         ids = as_tokens(tokens)
         blocks = ids.size // block_tokens
         if not extra or not blocks:
-            return KeyChain(root, _native.chain_keys(root, ids, block_tokens))
+            return _digested(root, _native.chain_keys(root, ids, block_tokens))
         lengths = np.zeros(blocks + 1, np.uint32)
         parts = []
         for block in sorted(extra):  # a handful of blocks, not all of them
@@ -129,7 +131,7 @@ class KeyChain:
             parts.append(piece)
             lengths[block + 1] = len(piece)
         offsets = np.cumsum(lengths, dtype=np.uint32)
-        return KeyChain(root, _native.chain_keys(root, ids, block_tokens, b"".join(parts), offsets))
+        return _digested(root, _native.chain_keys(root, ids, block_tokens, b"".join(parts), offsets))
 
     def __len__(self) -> int:
         return int(self.keys.shape[0])
@@ -140,7 +142,13 @@ class KeyChain:
 
     def digest(self, blocks: int) -> int:
         """64-bit digest of the first `blocks` keys, as a daemon reports it for its own walk."""
+        if blocks == len(self.keys) and self.whole is not None:
+            return self.whole
         return _native.keys_digest(self.keys[:blocks])
+
+
+def _digested(root: bytes, keys: NDArray[np.uint8]) -> KeyChain:
+    return KeyChain(root, keys, _native.keys_digest(keys))
 
 
 # Any fixed input will do; this one has an extra, a full and a partial block.

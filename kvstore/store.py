@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import _native, quarantine
-from kvstore._native import NONE, Reserved, Walk
+from kvstore._native import NONE, PAGE_BYTES, Reserved, Walk
 from kvstore.callers import Caller
 from kvstore.clock import Clock
 from kvstore.config import Config, Salts
@@ -154,7 +154,8 @@ class Store:
         plan = reload.plan(on_device, on_host)
         if first and walk.gap_stop > walk.depth == length:  # it will extend: only then does it need slots
             return Match(lease, walk.depth, walk.gap_stop, walk.digest(length), plan, b"")
-        return self._found(caller, lease, walk.depth, walk.gap_stop, walk.digest(length), plan)
+        runs = walk.packed(plan.load_start, plan.load_stop, caller.shape.slot_bytes // PAGE_BYTES)
+        return Match(lease, walk.depth, walk.gap_stop, walk.digest(length), plan, runs)
 
     def _found(
         self, caller: Caller, lease: Lease, known: int, gap_stop: int, digest: int, plan: FetchPlan

@@ -7,13 +7,13 @@ not woken by replies.
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from kvstore.client.patience import Patience
 from kvstore.client.sockets import close_fds, hang_up, has_hung_up, open_socket, receive
 from kvstore.client.wire import Wire
 from kvstore.clock import Clock
@@ -31,6 +31,7 @@ class ThreadLink:
         self._sock = sock
         self._clock = clock
         self._wire = Wire()
+        self._patience = Patience(sock, clock)
         self._changed = threading.Condition()  # guards everything below
         self._sending = threading.Lock()
         self._replies: dict[int, Reply] = {}
@@ -64,7 +65,8 @@ class ThreadLink:
             Unavailable: the connection is, or just became, unusable.
             DeadlineExceeded: no reply in time. What the daemon did is unknown, so the link is dead too.
         """
-        with self._use():
+        self._enter()
+        try:
             if not self._sending.acquire(timeout=max(0.0, deadline - self._clock.now())):
                 raise self._late(message)
             try:
@@ -74,14 +76,19 @@ class ThreadLink:
             finally:
                 self._sending.release()
             return self._reply(ident, deadline, message)
+        finally:
+            self._leave()
 
     def hear(self, done: Callable[[], bool], deadline: float) -> bool:
         """Read until notices have made `done` true; False at the deadline. Raises Unavailable."""
-        with self._use():
+        self._enter()
+        try:
             while not done():
                 if not self._turn(deadline, done):
                     return False
             return True
+        finally:
+            self._leave()
 
     def fail(self, reason: str) -> None:
         with self._changed:
@@ -110,18 +117,17 @@ class ThreadLink:
         self._dead = self._dead or "belongs to another process"
         self._sock.close()
 
-    @contextlib.contextmanager
-    def _use(self) -> Iterator[None]:
+    def _enter(self) -> None:
+        """A thread uses the descriptor from here to `_leave`: it stays open so long."""
         with self._changed:
             if self._dead:
                 raise Unavailable(self._dead)
             self._users += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._users -= 1
-                self._changed.notify_all()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._users -= 1
+            self._changed.notify_all()
 
     def _send(self, frame: bytes, deadline: float, message: Request) -> None:
         rest = memoryview(frame)
@@ -129,7 +135,7 @@ class ThreadLink:
             try:
                 rest = rest[self._sock.send(rest, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
-                if not self._ready(select.POLLOUT, deadline):
+                if not self._writable(deadline):
                     raise self._late(message) from None
             except OSError as error:
                 raise self._lost(f"connection lost: {error}") from None
@@ -164,7 +170,7 @@ class ThreadLink:
                 self._changed.notify_all()
 
     def _read(self, deadline: float) -> bool:
-        if not self._ready(select.POLLIN, deadline):
+        if not self._patience.readable(deadline):
             return False
         arrived: list[int] = []
         try:
@@ -195,13 +201,10 @@ class ThreadLink:
             else:
                 self._replies[frame.id] = frame.body
 
-    def _ready(self, events: int, deadline: float) -> bool:
+    def _writable(self, deadline: float) -> bool:
         poll = select.poll()
-        poll.register(self._sock, events)
-        remaining_s = deadline - self._clock.now()
-        # Rounded up, so that the last poll before the deadline does not spin; a mere question does not wait.
-        remaining_ms = int(remaining_s * 1000) + 1 if remaining_s > 0 else 0
-        return bool(poll.poll(remaining_ms))
+        poll.register(self._sock, select.POLLOUT)
+        return bool(poll.poll(max(0, int((deadline - self._clock.now()) * 1000) + 1)))
 
     def _lost(self, reason: str) -> Unavailable:
         self.fail(reason)

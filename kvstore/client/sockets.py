@@ -16,6 +16,10 @@ __all__ = ["READ_BYTES", "close_fds", "hang_up", "has_hung_up", "open_socket", "
 READ_BYTES = 1 << 16  # replies are small; a Found of 8,192 scattered slots is 64 KiB
 _FDS_MAX = 2  # an Attached brings the data and the control memfd, nothing else ever brings any
 _FD_BYTES = array.array("i").itemsize
+# Room for one more than can be honest, so that a surplus is seen rather than cut off.
+_SPACE = socket.CMSG_SPACE((_FDS_MAX + 1) * _FD_BYTES)
+# Plain numbers: the enumeration's operators would cost more than the call.
+_CLOEXEC, _CUT_OFF = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 
 def open_socket(path: Path) -> socket.socket:
@@ -47,15 +51,13 @@ def receive(sock: socket.socket, fds: list[int]) -> bytes:
         BlockingIOError: nothing is there yet.
         OSError: the connection broke.
     """
-    # Room for one more than can be honest, so that a surplus is seen rather than cut off.
-    space = socket.CMSG_SPACE((_FDS_MAX + 1) * _FD_BYTES)
-    data, ancillary, flags, _ = sock.recvmsg(READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(READ_BYTES, _SPACE, _CLOEXEC)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             numbers = array.array("i")
             numbers.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
             fds.extend(numbers)
-    if flags & socket.MSG_CTRUNC or len(fds) > _FDS_MAX:
+    if flags & _CUT_OFF or len(fds) > _FDS_MAX:
         raise BadRequest(f"more than {_FDS_MAX} file descriptors came with a reply")
     return data
 

@@ -53,6 +53,10 @@ class Wire:
             BadRequest: a frame is empty, too long, not a reply, or answers nothing that was asked. The
                 connection must be closed.
         """
+        if not self._buffer and len(data) > _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data)
+            if length == len(data) - _LENGTH.size <= FRAME_BYTES_MAX:  # one whole frame, as most are
+                return [self._decode(memoryview(data)[_LENGTH.size :])]
         self._buffer += data
         frames: list[ReplyFrame] = []
         offset = 0
@@ -68,7 +72,7 @@ class Wire:
         del self._buffer[:offset]
         return frames
 
-    def _decode(self, body: bytes) -> ReplyFrame:
+    def _decode(self, body: bytes | memoryview) -> ReplyFrame:
         try:
             frame = self._decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError) as error:

@@ -35,6 +35,7 @@ class HostTier:
         return self._pool
 
     def match(self, walk: Walk) -> int:
+        # As it was when the walk was made: the store asks before anything else happens.
         return self._pool.match(walk)
 
     def touch(self, node: int) -> None:

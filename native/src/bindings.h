@@ -179,6 +179,11 @@ nb::object vector_result(std::vector<T> values) {
   return detail::own(std::move(values), {n});
 }
 
+// Numbers as they travel: little-endian bytes.
+inline nb::bytes packed_result(const std::vector<std::uint32_t>& values) {
+  return nb::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(std::uint32_t));
+}
+
 // A fresh (n / columns, columns) numpy array that owns `values`.
 template <typename T>
 nb::object matrix_result(std::vector<T> values, std::size_t columns) {

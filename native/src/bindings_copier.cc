@@ -192,8 +192,7 @@ nb::object py_slot_generations(const ArenaHandle& handle, const Array& slots) {
 }
 
 nb::bytes py_pack_slots(const Array& slots, std::uint32_t pages_per_slot) {
-  const auto packed = pack_slots(vector_arg<SlotId>(slots, "slots"), pages_per_slot);
-  return nb::bytes(reinterpret_cast<const char*>(packed.data()), packed.size() * sizeof(std::uint32_t));
+  return packed_result(pack_slots(vector_arg<SlotId>(slots, "slots"), pages_per_slot));
 }
 
 nb::object py_unpack_slots(const nb::bytes& packed, std::size_t count, std::uint32_t pages_per_slot,

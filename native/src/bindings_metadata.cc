@@ -8,6 +8,7 @@
 #include "device_pool.h"
 #include "index.h"
 #include "pool.h"
+#include "runs.h"
 
 namespace kv {
 
@@ -19,6 +20,11 @@ std::span<const NodeId> nodes_arg(const Array& array) { return vector_arg<NodeId
 std::span<const SlotId> slots_arg(const Array& array) { return vector_arg<SlotId>(array, "slots"); }
 std::span<const BlockId> blocks_arg(const Array& array) { return vector_arg<BlockId>(array, "blocks"); }
 
+nb::bytes walk_packed(const Walk& walk, std::size_t start, std::size_t stop, std::uint32_t pages_per_slot) {
+  if (start > stop || stop > walk.slots.size()) throw Invalid("start, stop: not inside the walk");
+  return packed_result(pack_slots(std::span(walk.slots).subspan(start, stop - start), pages_per_slot));
+}
+
 void bind_walk(nb::module_& m) {
   nb::class_<Walk>(m, "Walk")
       .def_ro("root", &Walk::root)
@@ -26,7 +32,8 @@ void bind_walk(nb::module_& m) {
       .def_ro("deepest", &Walk::deepest)
       .def_ro("gap_stop", &Walk::gap_stop)
       .def_prop_ro("nodes", [](const Walk& w) { return vector_result(w.nodes); })
-      .def("digest", &Walk::digest, "length"_a);
+      .def("digest", &Walk::digest, "length"_a)
+      .def("packed", &walk_packed, "start"_a, "stop"_a, "pages_per_slot"_a);
 }
 
 nb::object keys_of(const Index& index, const Array& nodes) {

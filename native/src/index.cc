@@ -7,7 +7,7 @@ namespace kv {
 
 namespace {
 
-constexpr std::size_t kLanes = 16;      // sub-walks in flight: more than a core's outstanding cache misses
+constexpr std::size_t kLanes = 32;      // sub-walks in flight: more than a core's outstanding cache misses
 constexpr std::size_t kIdStep = 1024;   // ids come into use in steps, so a small index is quick to check
 
 __extension__ using Wide = unsigned __int128;
@@ -190,7 +190,7 @@ std::vector<NodeId> Index::resolve(NodeId parent, std::span<const Key> keys) con
 
 // ---- walk ------------------------------------------------------------------------------------------------
 
-// Fills walk.nodes and walk.heads from `deepest` up and returns the root's node. The jumps are hopped first
+// Fills walk.nodes, heads and slots from `deepest` up and returns the root's node. The jumps are hopped first
 // (one miss per 64 nodes); the stretches between them are then independent, so kLanes of them are walked
 // in step and their misses overlap.
 NodeId Index::climb(NodeId deepest, Walk& walk) const {
@@ -207,6 +207,7 @@ NodeId Index::climb(NodeId deepest, Walk& walk) const {
   }
   walk.nodes.resize(walk.depth);
   walk.heads.resize(walk.depth);
+  walk.slots.resize(walk.depth);
   for (std::size_t first = 0; first < stretches.size(); first += kLanes) {
     const std::size_t stop = std::min(stretches.size(), first + kLanes);
     for (std::uint32_t step = 0; step < kJumpStride; ++step) {
@@ -216,6 +217,7 @@ NodeId Index::climb(NodeId deepest, Walk& walk) const {
         const Node& here = nodes_[s.node];
         walk.nodes[s.position] = s.node;
         walk.heads[s.position] = here.key.hash();
+        walk.slots[s.position] = here.host_slot;
         s.node = s.position % kJumpStride == 0 ? kNone : here.parent;
         if (s.node != kNone) __builtin_prefetch(&nodes_[s.node]);
         --s.position;
@@ -243,27 +245,45 @@ Walk Index::walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t
   if (result.root != kNone && nodes_[result.root].depth != 0)
     throw Invalid("root: this key is known as a block at depth " + std::to_string(nodes_[result.root].depth));
   result.deepest = result.root;
-  const std::vector<NodeId> ids = find_all(keys);
-  std::size_t deepest = 0;
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] == kNone) continue;
-    if (nodes_[ids[i]].depth != positions[i] + 1)
-      throw Invalid(at(i, positions[i]) + "this key is known at depth " + std::to_string(nodes_[ids[i]].depth) +
-                    ", not " + std::to_string(positions[i] + 1));
-    deepest = i;
-    result.deepest = ids[i];
-    result.depth = positions[i] + 1;
-  }
+  const std::size_t deepest = last_known(positions, keys, result);
   if (result.depth > 0 && climb(result.deepest, result) != result.root)
     throw Invalid(at(deepest, positions[deepest]) + "this key is known under another root");
-  result.gap_stop = n;
-  for (std::size_t i = positions.size(); i-- > 0;) {
-    if (positions[i] >= result.depth)
-      result.gap_stop = positions[i];
-    else if (result.nodes[positions[i]] != ids[i])  // unknown is as wrong as elsewhere: ancestors are closed
+  // Ancestors are closed: every key before the deepest known one must be its ancestor. The climb has just
+  // touched their nodes, so comparing keys is cheaper than finding them.
+  for (std::size_t i = 0; result.depth > 0 && i < deepest; ++i)
+    if (!(nodes_[result.nodes[positions[i]]].key == keys[i])) {
+      check_depth(find(keys[i]), i, positions[i]);
       throw Invalid(at(i, positions[i]) + "this key is not on the chain of the deepest known key");
-  }
+    }
+  const std::size_t next = result.depth > 0 ? deepest + 1 : 0;
+  result.gap_stop = next < positions.size() ? positions[next] : n;
   return result;
+}
+
+// From the end, a few keys and then more at a time: a chain that is known as a whole costs one step.
+std::size_t Index::last_known(std::span<const std::uint32_t> positions, std::span<const Key> keys,
+                              Walk& walk) const {
+  constexpr std::size_t kFirst = 8, kMost = 64;
+  std::size_t stop = keys.size();
+  for (std::size_t step = kFirst; stop > 0; step = std::min(2 * step, kMost)) {
+    const std::size_t start = stop > step ? stop - step : 0;
+    const std::vector<NodeId> ids = find_all(keys.subspan(start, stop - start));
+    for (std::size_t i = stop; i-- > start;) {
+      if (ids[i - start] == kNone) continue;
+      check_depth(ids[i - start], i, positions[i]);
+      walk.deepest = ids[i - start];
+      walk.depth = positions[i] + 1;
+      return i;
+    }
+    stop = start;
+  }
+  return 0;
+}
+
+void Index::check_depth(NodeId id, std::size_t i, std::uint32_t position) const {
+  if (id != kNone && nodes_[id].depth != position + 1)
+    throw Invalid(at(i, position) + "this key is known at depth " + std::to_string(nodes_[id].depth) + ", not " +
+                  std::to_string(position + 1));
 }
 
 // ---- pins ------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ struct Walk {
   std::uint32_t gap_stop = 0;      // [depth, gap_stop) is not decided yet
   std::vector<NodeId> nodes;       // (depth,) in chain order
   std::vector<std::uint64_t> heads; // (depth,) first eight bytes of each key
+  std::vector<SlotId> slots;        // (depth,) each node's READY slot in the host pool then, or kNone
 
   // keys_digest of the first `length` keys: sum of head_i * (2i + 1) mod 2^64.
   std::uint64_t digest(std::size_t length) const;
@@ -157,6 +158,8 @@ class Index {
   void erase(const Key& key, NodeId id);
   NodeId take_id() noexcept;
   NodeId climb(NodeId deepest, Walk& walk) const;
+  std::size_t last_known(std::span<const std::uint32_t> positions, std::span<const Key> keys, Walk& walk) const;
+  void check_depth(NodeId id, std::size_t i, std::uint32_t position) const;
   bool below(NodeId id, NodeId ancestor) const noexcept;
 
   std::size_t nodes_max_;

@@ -258,13 +258,7 @@ bool HostPool::forget(NodeId node) {
 // ---- questions -------------------------------------------------------------------------------------------
 
 std::size_t HostPool::match(const Walk& walk) const noexcept {
-  constexpr std::size_t kAhead = 16;
-  for (std::size_t i = 0; i < walk.nodes.size(); ++i) {
-    if (i + kAhead < walk.nodes.size() && walk.nodes[i + kAhead] < index_.ids())
-      __builtin_prefetch(&index_.node(walk.nodes[i + kAhead]));
-    if (walk.nodes[i] >= index_.ids() || index_.node(walk.nodes[i]).host_slot == kNone) return i;
-  }
-  return walk.nodes.size();
+  return static_cast<std::size_t>(std::find(walk.slots.begin(), walk.slots.end(), kNone) - walk.slots.begin());
 }
 
 std::vector<SlotId> HostPool::slots(std::span<const NodeId> nodes) const {

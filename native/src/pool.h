@@ -90,6 +90,7 @@ class HostPool final : public Place {
   HostPool(const HostPool&) = delete;
   HostPool& operator=(const HostPool&) = delete;
 
+  // Leading blocks of the walk that had READY bytes here when it was made: to be asked before anything changes.
   std::size_t match(const Walk& walk) const noexcept;
   std::vector<SlotId> slots(std::span<const NodeId> nodes) const;
   void touch(NodeId node);
