@@ -6,8 +6,6 @@
 #   make fuzz        the fuzzers at full length (minutes; short runs are part of make test)
 #   make protos      generate kvstore/v1 from protos/ again
 #   make soak        a hundred kills of a daemon under load, each followed by a warm restart (minutes)
-#   make soak        a daemon with a kept arena, killed and started again 100 times
-#   make peers       virtual environments of other stores, for python -m bench.local --peers
 #   make numbers     write README's figures from bench/results again
 #   make format      let ruff format the tree
 #   make peers       other stores, each in a virtual environment of its own, for bench.local --peers

@@ -76,46 +76,38 @@ def _aiofiles() -> str:
     return "\n".join(rows)
 
 
-_LOCAL = (
-    ("load_over_memcpy_{}", "load (HOST → device), every cell checked", "memcpy", ("2m", "256k", "64k")),
-    (
-        "save_steady_over_memcpy_{}",
-        "save into a full arena, summed on the way",
-        "memcpy",
-        ("2m", "256k", "64k"),
-    ),
-    ("save_first_over_memcpy_{}", "the very first save of a fresh process", "memcpy", ("2m",)),
-)
+_COPIES = {
+    "load_over_memcpy": ("load, every cell checked", ("2m", "256k", "64k")),
+    "save_steady_over_memcpy": ("save into a full arena, summed on the way", ("2m", "256k", "64k")),
+    "save_first_over_memcpy": ("the very first save of a fresh process", ("2m",)),
+}
+_LOOKUPS = {"": "whole chain known", "half_": "half of it known", "miss_": "nothing known"}
 _SIZES = {"2m": "2 MiB", "256k": "256 KiB", "64k": "64 KiB"}
 
 
 def _local() -> str:
     result: dict[str, Any] = json.loads((RESULTS / "local.json").read_text())
     spread = result["spread"]
-    rows = ["| what | block | speed, in memcpy = 1 | quartiles |", "|---|---|---|---|"]
-    for pattern, what, _, sizes in _LOCAL:
-        for size in sizes:
-            name = pattern.format(size)
-            if name in spread:
-                rows.append(
-                    f"| {what} | {_SIZES[size]} | {spread[name]['median']:.2f} × | {_quartiles(spread[name])} |"
-                )
-    rows += ["", "| what | blocks | time, in echo = 1 | quartiles |", "|---|---|---|---|"]
-    for kind, what in (("", "whole chain known"), ("half_", "half of it known"), ("miss_", "nothing known")):
+    rows = ["| copies | block | speed, memcpy = 1 | quartiles |", "|---|---|---|---|"]
+    for name, (what, sizes) in _COPIES.items():
+        rows += [_row(what, _SIZES[size], spread[f"{name}_{size}"]) for size in sizes]
+    rows += ["", "| lookups | blocks | time, echo = 1 | quartiles |", "|---|---|---|---|"]
+    for kind, what in _LOOKUPS.items():
         for length in (1000, 8000):
-            name = f"lookup_{kind}{length}_over_echo"
-            if name in spread:
-                rows.append(
-                    f"| lookup: {what} | {length:,} | {spread[name]['median']:.2f} × | {_quartiles(spread[name])} |"
-                )
+            rows.append(_row(what, f"{length:,}", spread[f"lookup_{kind}{length}_over_echo"]))
     facts = (
-        "\nmemcpy is the better of the C library's and numpy's, same pages, one thread each; an echo sends all",
-        f"keys of the chain to a bare asyncio server and back; the daemon holds {result.get('lookup_nodes', 0):,}",
-        f"nodes in random order. One key costs {result['hash_over_compression']:.2f} × a bare BLAKE2b compression.",
-        f"A heartbeat beside all the copying waited {result['loop_lag_ms_p99']:.1f} ms at p99.",
+        "\nmemcpy: the better of the C library's and numpy's, same pages, one thread each. Echo: all keys of",
+        "the chain to a bare asyncio server and back, over the same kind of socket. The daemon holds",
+        f"{result['lookup_nodes']:,} nodes in random order. A key costs",
+        f"{result['hash_over_compression']:.2f} × a bare BLAKE2b compression. A heartbeat beside the copying",
+        f"waited {result['loop_lag_ms_p99']:.1f} ms at p99.",
         _origin(result),
     )
     return "\n".join(rows) + "\n" + " ".join(facts) + "\n"
+
+
+def _row(what: str, size: str, ratio: dict[str, float]) -> str:
+    return f"| {what} | {size} | {ratio['median']:.2f} × | {_quartiles(ratio)} |"
 
 
 def _quartiles(ratio: dict[str, float]) -> str:
@@ -132,23 +124,33 @@ def _idle_share() -> str:
     result: dict[str, Any] = json.loads((RESULTS / "idle_share.json").read_text())
     found = {host: swept["crossover_blocks"] for host, swept in result["hosts"].items()}
     told = "; ".join(f"{host} HOST arena: {at or 'none'}" for host, at in found.items())
-    return (
-        "![tokens reused and throughput over the idle share](bench/results/idle_share.png)\n\n"
-        f"Idle blocks from which on idle prefixes cost more than they save (of {result['pool_blocks']}): {told}. "
-        f"{_origin(result)}\n"
+    facts = (
+        "![tokens reused and throughput over the idle share](bench/results/idle_share.png)\n\nIdle blocks",
+        f"from which on idle prefixes cost more than they save, of {result['pool_blocks']}: {told}.",
+        _origin(result),
     )
+    return " ".join(facts) + "\n"
 
 
 def _memory() -> str:
     result: dict[str, Any] = json.loads((RESULTS / "memory.json").read_text())
-    return (
-        f"Private memory and page tables of a daemon with a 1 GiB arena and 100,000 blocks of 8 KiB: "
-        f"{result['daemon_anon_and_page_tables_mib']:.0f} MiB. Index: {result['index_bytes_per_node']:.0f} bytes a "
-        f"node, by resident memory from 100,000 to 1,000,000 nodes. {_origin(result)}\n"
+    facts = (
+        "A daemon with a 1 GiB arena and 100,000 blocks of 8 KiB takes",
+        f"{result['daemon_anon_and_page_tables_mib']:.0f} MiB of private memory and page tables. A node",
+        f"of the index takes {result['index_bytes_per_node']:.0f} bytes, by resident memory from 100,000",
+        "to 1,000,000 nodes.",
+        _origin(result),
     )
+    return " ".join(facts) + "\n"
 
 
-_BLOCKS = {"demo": _demo, "local": _local, "idle_share": _idle_share, "memory": _memory}
+_BLOCKS = {
+    "demo": _demo,
+    "local": _local,
+    "idle_share": _idle_share,
+    "memory": _memory,
+    "aiofiles": _aiofiles,
+}
 
 
 def main() -> int:
