@@ -234,6 +234,9 @@ BlockStatus store_block(const Route& route, BlockId block, const Target& to, Cop
     return entry.generation.load(std::memory_order_acquire) == to.generation && is_filling(entry);
   };
   if (!ours()) return BlockStatus::kStale;  // READY has readers, another generation another writer: never write it
+  // Streamed stores may overtake plain ones of the same thread: had it handed the slot out itself, a reader could
+  // see new bytes under the old generation.
+  store_fence();
   std::uint8_t* bytes = arena->slot(to.slot);
   const std::size_t padding = format.cell_stride() - format.cell_bytes;
   for (std::uint32_t layer = 0; layer < layout.layers; ++layer) {
