@@ -21,6 +21,7 @@ from kvstore.events import EventKind, EventLog
 from kvstore.leases import Lease, Leases, LeaseState
 from kvstore.memory import GroupMemory
 from kvstore.meters import Meters
+from kvstore.tenants import Origin
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.tiers.host import HostTier
 from kvstore.transfers import Filling, Fillings, Handed, mark
@@ -88,6 +89,17 @@ class Group:
                     f"roots_max = {ROOTS_MAX} namespaces × tenants are known; restart the daemon"
                 )
             root = self.roots[key] = Root(key, tenant, reuse, self.index.root(key))
+        return root
+
+    def known_root(self, origin: Origin) -> Root | None:
+        """The root of `origin` where it is known, None where nothing was ever saved or attached; makes none.
+
+        A kept arena brings its roots back as keys in the index, without a word on whose they are: that is
+        known again when the first who may use one asks.
+        """
+        root = self.roots.get(origin.key)
+        if root is None and (node := self.index.find(origin.key)) != NONE:
+            root = self.roots[origin.key] = Root(origin.key, origin.owner, origin.reuse, node)
         return root
 
     def root_of(self, caller: Caller, key: bytes) -> Root:

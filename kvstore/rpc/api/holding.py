@@ -90,7 +90,7 @@ class Holdings:
             LimitExceeded: grpc.leases_max are held.
         """
         self.sweep()
-        if asked.root not in asked.group.roots:
+        if not asked.root_is_known():
             asked.group.counters.lookups += 1  # a miss that needs no root, and makes none
             asked.group.counters.lookup_blocks += len(asked)
             return None
