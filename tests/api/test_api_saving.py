@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
@@ -124,6 +125,8 @@ async def test_malformed_streams(endpoint: Endpoint) -> None:
         ([begin, block, data(bytes(SIZE - 1))], "data"),
         ([begin, data(bytes(2 * SIZE + 1))], "data.data"),
         ([begin, block, block, data(b"x")], "data.data"),
+        ([begin, block, data(b""), block], "data.data"),
+        ([begin, block, block, data(b"")], "data.data"),
         ([begin, block, data(bytes(SIZE), crc32c=1)], "data.crc32c"),
     ]
     for messages, field in cases:
@@ -173,6 +176,25 @@ async def test_a_caller_that_falls_silent_is_ended(opening: Opener) -> None:
             await call
         assert failure(caught.value).code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "grpc.stall_s" in failure(caught.value).message
+        await endpoint.settle()
+
+
+async def test_a_caller_that_trickles_is_ended(opening: Opener) -> None:
+    """Each message comes in time, the bytes do not."""
+    async with opening(stall_s=0.3) as endpoint:
+        call = endpoint.store.Save()
+        await call.write(pb.SaveRequest(header=pb.SaveHeader(chain=endpoint.chain(range(16), layout=LARGE))))
+        for _ in range(4):  # two batches: slots are held from now on
+            await call.write(data(bytes(1 << 19)))
+        await eventually(lambda: endpoint.driver.group().host.counts()["filling"] == 2)
+
+        over = contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError)
+        async with asyncio.timeout(10):
+            with over:
+                while not call.done():
+                    await call.write(data(b"x"))
+                    await asyncio.sleep(0.01)
+        assert await call.code() is not grpc.StatusCode.OK  # which one: a write may cross it on the wire
         await endpoint.settle()
 
 

@@ -123,10 +123,10 @@ def test_a_grpc_caller_finds_it_before_any_engine_does(stage: Scene) -> None:
     whole = pb.Namespace(**fields, block_tokens=BIG.block_tokens)
     address = f"unix:{daemon.socket.with_name('kv-grpc.sock')}"
     with grpc.insecure_channel(address) as channel:
-        messages = [pb.SaveRequest(header=pb.SaveHeader(chain=chain))]
-        for at in range(0, len(content), 1 << 18):
-            messages.append(pb.SaveRequest(data=pb.SaveData(data=content[at : at + (1 << 18)])))
-        assert rpc.StoreStub(channel).Save(iter(messages)).ready == blocks
+        header = pb.SaveRequest(header=pb.SaveHeader(chain=chain))
+        pieces = [content[at : at + (1 << 18)] for at in range(0, len(content), 1 << 18)]
+        data = [pb.SaveRequest(data=pb.SaveData(data=piece)) for piece in pieces]
+        assert rpc.StoreStub(channel).Save(iter([header, *data])).ready == blocks
     daemon.end(signal.SIGKILL)
     daemon.start()
     with grpc.insecure_channel(address) as channel:

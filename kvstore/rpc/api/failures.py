@@ -109,14 +109,14 @@ def answers(method: Callable[[Any, Any, Any], Awaitable[T]]) -> Callable[[Any, A
 
 
 @contextlib.asynccontextmanager
-async def deadline(seconds: float, message: str) -> AsyncIterator[None]:
-    """Bound one wait.
+async def deadline(seconds: float, message: str) -> AsyncIterator[asyncio.Timeout]:
+    """Bound a wait; who waits for several things in turn may reschedule it.
 
     Raises:
         DeadlineExceeded: it took longer.
     """
     try:
-        async with asyncio.timeout(seconds):
-            yield
+        async with asyncio.timeout(seconds) as timeout:
+            yield timeout
     except TimeoutError:
         raise DeadlineExceeded(message) from None

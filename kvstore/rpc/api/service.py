@@ -13,7 +13,7 @@ from kvstore.rpc.api import asking, observing, saving
 from kvstore.rpc.api.access import Access, Verb, peer_of
 from kvstore.rpc.api.chains import Asked, resolve
 from kvstore.rpc.api.copies import Copies
-from kvstore.rpc.api.failures import answers
+from kvstore.rpc.api.failures import answers, deadline
 from kvstore.rpc.api.fetching import Fetching
 from kvstore.rpc.api.holding import Held, Holdings, new_caller
 from kvstore.rpc.api.watching import Watching
@@ -163,7 +163,9 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Save(self, _: object, context: Any) -> pb.SaveResponse:  # noqa: N802
         with self._stream():
-            header = await saving.next_item(context, self._limits.stall_s, "header")
+            stall_s = self._limits.stall_s
+            async with deadline(stall_s, f"save: no header came within grpc.stall_s = {stall_s} s"):
+                header = await saving.next_item(context, "header")
             if header is None:
                 raise BadRequest("header: a Save stream begins with one")
             asked = await self._resolve(context, Verb.SAVE, header.chain)
@@ -174,7 +176,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
             asked.group.add_root(asked.origin.key, asked.origin.owner, asked.origin.reuse)
             caller = new_caller(self._store, asked)
             stream = saving.Saving(self._store, self._copies, asked, header.start, caller, self._publishing)
-            return saving.saved(self._store.epoch, await stream.run(context, self._limits.stall_s))
+            return saving.saved(self._store.epoch, await stream.run(context, stall_s))
 
     # ---- measurements and events -------------------------------------------------------------------------
 
