@@ -24,7 +24,9 @@ from kvstore.v1.store_pb2_grpc import StoreServicer
 
 __all__ = ["StoreService"]
 
-LEASES_PER_RENEW_MAX = 4096
+LEASES_PER_RENEW_MAX = 2048
+# Of leases; each takes some 3 µs.
+RENEWALS_PER_SLICE = 256
 EPOCH_BYTES = 16
 
 
@@ -142,13 +144,15 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewResponse:  # noqa: N802
         if len(request.leases) > LEASES_PER_RENEW_MAX:
             raise LimitExceeded(f"leases: more than {LEASES_PER_RENEW_MAX} in one request")
-        ended = []
-        for lease in request.leases:
+        peer, ended = peer_of(context), []
+        for number, lease in enumerate(dict.fromkeys(request.leases), 1):
             if self.holdings.knows(lease):
                 held = self.holdings.find(lease)
-                self._check(context, Verb.READ, held.tenant)
+                self._access.check(peer, Verb.READ, held.tenant)
             else:
                 ended.append(lease)
+            if number % RENEWALS_PER_SLICE == 0:
+                await asyncio.sleep(0)
         return pb.RenewResponse(epoch=self._store.epoch, lease_s=self._limits.lease_s, ended=ended)
 
     @answers
