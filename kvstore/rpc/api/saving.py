@@ -39,13 +39,13 @@ async def next_item(context: Any, kind: str) -> Any:
     """The next message of a Save stream, its `header` or its `data`; None at the end.
 
     Raises:
-        BadRequest: the other kind.
+        BadRequest: the other kind, or no message at all.
     """
     message = await context.read()
     if message is grpc.aio.EOF:
         return None
     if isinstance(message, Malformed):
-        raise BadRequest(f"request: not a message of Save: {message.reason}")
+        raise message.error
     if message.WhichOneof("item") != kind:
         raise BadRequest(f"{kind}: a Save stream is one header, then data")
     return getattr(message, kind)

@@ -16,8 +16,8 @@ from kvstore.checks import Checks
 from kvstore.errors import ConfigError
 from kvstore.rpc.api.access import Access, OpenAccess
 from kvstore.rpc.api.admin import AdminService
+from kvstore.rpc.api.admission import BytesCheck, StandardServices
 from kvstore.rpc.api.copies import Copies
-from kvstore.rpc.api.failures import BytesCheck
 from kvstore.rpc.api.service import StoreService
 from kvstore.rpc.endpoints import Endpoint, endpoints
 from kvstore.rpc.server import free_path
@@ -64,7 +64,7 @@ class GrpcServer:
         self._copies = Copies(asyncio.get_running_loop(), limits.copy_threads, limits.buffer_bytes_max)
         self.service = StoreService(self._store, self._copies, self._access)
         server = self._server = grpc.aio.server(
-            interceptors=(BytesCheck(),),
+            interceptors=(BytesCheck(limits.message_bytes_max), StandardServices(limits.calls_max)),
             maximum_concurrent_rpcs=limits.calls_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
