@@ -25,7 +25,7 @@ from kvstore.tenants import Origin
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.tiers.host import HostTier
 from kvstore.transfers import Filling, Fillings, Handed, mark
-from kvstore.types import Part, Reuse, Tier
+from kvstore.types import BlockLayout, Part, Reuse, Tier
 
 __all__ = ["Group", "finish"]
 
@@ -230,6 +230,14 @@ class Group:
             number += 1
             if number % LEASES_SLICE == 0:
                 yield
+
+    def count_lookup(self, tenant: str, blocks: int, layout: BlockLayout) -> None:
+        """A tenant asked about that many blocks, whatever will be found."""
+        self.counters.lookups += 1
+        self.counters.lookup_blocks += blocks
+        self.meters.count_lookup(tenant, blocks * layout.block_tokens)
+        if self.counters.lookups % ALARM_LOOKUPS == 0:
+            self.watch_hits()
 
     def watch_hits(self) -> None:
         """Raise the alarm when blocks are saved and asked for and not one is ever found.
