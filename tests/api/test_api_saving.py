@@ -11,6 +11,7 @@ import pytest
 from endpoint import SMALL, Endpoint, Failure, Opener, eventually, failure, random_blocks, save_messages
 
 from kvstore.config import TenantConfig
+from kvstore.errors import LimitExceeded
 from kvstore.testing import small_layout
 from kvstore.types import BlockLayout, Reuse
 from kvstore.v1 import store_pb2 as pb
@@ -233,6 +234,35 @@ async def test_saves_stop_with_the_server_and_leave_nothing(opening: Opener) -> 
         assert not group.engines
         endpoint.sound()
         call.cancel()
+
+
+async def test_a_header_alone_makes_no_root(endpoint: Endpoint) -> None:
+    roots = endpoint.driver.group().roots
+    await refused(endpoint, header(endpoint, 1))
+    await refused(endpoint, header(endpoint, 1), data(bytes(SIZE - 1)))
+    assert not roots
+    await endpoint.save(endpoint.chain(range(4)), bytes(SIZE))
+    assert len(roots) == 1
+
+
+async def test_a_tenant_that_invents_models_stops_at_its_own_limit(
+    opening: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.group.ROOTS_PER_TENANT_MAX", 2)
+    async with opening(tenants=(TenantConfig(name="a"), TenantConfig(name="b"))) as endpoint:
+        for model in ("one", "two"):
+            await endpoint.save(endpoint.chain(range(4), tenant="a", model=model), bytes(SIZE))
+        begin = pb.SaveRequest(
+            header=pb.SaveHeader(chain=endpoint.chain(range(4), tenant="a", model="three"))
+        )
+        seen = await refused(endpoint, begin, data(bytes(SIZE)))
+        assert seen.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "roots_per_tenant_max = 2" in seen.message
+        with pytest.raises(LimitExceeded, match="roots_per_tenant_max = 2"):
+            endpoint.driver.attach(layout=SMALL, tenants=("a",), model="four")
+        again = await endpoint.save(endpoint.chain(range(4), tenant="a", model="two"), bytes(SIZE))
+        assert again.filled == 1
+        assert (await endpoint.save(endpoint.chain(range(4), tenant="b", model="x"), bytes(SIZE))).ready == 1
 
 
 async def test_engines_and_callers_may_save_the_same_prompt(endpoint: Endpoint) -> None:

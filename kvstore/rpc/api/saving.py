@@ -82,7 +82,7 @@ class Saving:
 
         Raises:
             BadRequest: too few bytes, too many, or not those that their sum says; nothing was saved.
-            LimitExceeded: no buffer, or no filling is left.
+            LimitExceeded: no buffer, no filling, or no root is left.
             DeadlineExceeded: the caller sends nothing, or too slowly.
         """
         self.at = self.start
@@ -145,7 +145,10 @@ class Saving:
 
     async def _keep(self, buffer: Buffer, blocks: int) -> bool:
         """Reserve slots for the first blocks of the buffer and copy them; False when not all of them fit."""
-        chain = self.asked.chain
+        chain, origin = self.asked.chain, self.asked.origin
+        assert origin is not None, "who reuses nothing was refused at the header"
+        # Not before: a root stays for ever, and a header alone is cheap to invent.
+        self.asked.group.add_root(origin.key, origin.owner, origin.reuse)
         keys, parent = chain.keys[self.at : self.at + blocks], chain.parent(self.at)
         got = self.store.reserve(self.caller, chain.root, parent, keys)
         self.filled += got.filled

@@ -177,7 +177,6 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
                 raise Refused(f"tenant: {asked.tenant} reuses nothing, so it saves nothing")
             if header.start > len(asked):
                 raise BadRequest(f"start: {header.start} is beyond the {len(asked)} blocks of the chain")
-            asked.group.add_root(asked.origin.key, asked.origin.owner, asked.origin.reuse)
             caller = new_caller(self._store, asked)
             stream = saving.Saving(self._store, self._copies, asked, header.start, caller, self._publishing)
             return saving.saved(self._store.epoch, await stream.run(context, stall_s))
