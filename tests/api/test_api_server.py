@@ -127,6 +127,9 @@ async def test_a_daemon_opens_and_closes_it(socket_path: Path) -> None:
         daemon.listen(asyncio.get_running_loop())
         await daemon.open_api()
         assert socket_path.with_name("kv-grpc.sock").exists() == there
+        if daemon.api is not None:  # one level of logs and one metric for both doors
+            assert daemon.api.service is not None
+            assert daemon.api.service.requests is daemon.sessions.requests
         await daemon.close_api()
         daemon.close()
         assert not list(socket_path.parent.glob("*.sock"))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +16,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from kvstore.errors import STATUS, BadRequest, DeadlineExceeded, KVStoreError
+from kvstore.rpc.api.call_log import Call, Steps
 
 __all__ = ["DOMAIN", "Malformed", "abort", "answers", "deadline", "rich_status"]
 
@@ -64,27 +65,41 @@ async def abort(context: Any, error: KVStoreError) -> NoReturn:
     raise AssertionError("abort() does not return")
 
 
-def answers(method: Callable[[Any, Any, Any], Awaitable[T]]) -> Callable[[Any, Any, Any], Awaitable[T]]:
-    """For a method of a servicer: no work after the deadline, and every error becomes its status."""
+def answers(
+    method: Callable[[Any, Any, Any], Coroutine[Any, Any, T]],
+) -> Callable[[Any, Any, Any], Awaitable[T]]:
+    """For a method of a servicer, which has a RequestLog as its `requests`: no work after the deadline, every
+    error becomes its status, and what there is to say of the call is said."""
+    name = method.__name__
+
+    async def checked(self: Any, request: Any, context: Any) -> T:
+        left_s = context.time_remaining()
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded("the deadline passed before the call began")
+        if isinstance(request, Malformed):
+            raise request.error
+        return await method(self, request, context)
 
     @functools.wraps(method)
     async def guarded(self: Any, request: Any, context: Any) -> T:
+        steps = Steps(checked(self, request, context), self.requests.clock)
+        call = Call(name, request, context)
         try:
-            left_s = context.time_remaining()
-            if left_s is not None and left_s <= 0:
-                raise DeadlineExceeded("the deadline passed before the call began")
-            if isinstance(request, Malformed):
-                raise request.error
-            return await method(self, request, context)
+            answer = await steps
+            call.answered(answer)
+            return answer
         except KVStoreError as error:
-            log.debug("call refused", call=method.__name__, reason=str(error))
+            call.refused(error)
             await abort(context, error)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # a bug of ours costs one call, not the daemon
-            log.exception("bug", call=method.__name__)
-            what = f"internal error: {type(error).__name__}; see the daemon's log"
-            await abort(context, KVStoreError(what))
+            log.exception("bug", call=name)
+            ours = KVStoreError(f"internal error: {type(error).__name__}; see the daemon's log")
+            call.refused(ours)
+            await abort(context, ours)
+        finally:
+            call.tell(self.requests, steps.longest_s)
 
     return guarded
 

@@ -17,6 +17,7 @@ from kvstore.rpc.api.failures import answers, deadline
 from kvstore.rpc.api.fetching import Fetching
 from kvstore.rpc.api.holding import Held, Holdings, new_caller
 from kvstore.rpc.api.watching import Watching
+from kvstore.rpc.request_log import RequestLog
 from kvstore.store import Store
 from kvstore.types import SaveResult
 from kvstore.v1 import store_pb2 as pb
@@ -37,9 +38,11 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         store: what is asked.
         copies: threads and buffers for block bytes.
         access: who may do what.
+        requests: takes a line for each call.
     """
 
-    def __init__(self, store: Store, copies: Copies, access: Access) -> None:
+    def __init__(self, store: Store, copies: Copies, access: Access, requests: RequestLog) -> None:
+        self.requests = requests
         self._store = store
         self._limits = store.config.grpc
         self._copies = copies
