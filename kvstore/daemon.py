@@ -21,6 +21,7 @@ from kvstore.keep.keeping import Keeping, let_go_of_leftovers
 from kvstore.keep.systemd import notify
 from kvstore.logs import configure_logs
 from kvstore.rpc.endpoints import free_endpoints
+from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.server import SessionServer, free_path
 from kvstore.store import Store
 
@@ -45,6 +46,7 @@ class Daemon:
         self.salts = Salts.load(config)
         self.store = Store(config, self.salts, clock or MonotonicClock())
         self.keeping: Keeping | None = None
+        self._requests = RequestLog(self.store.clock, every=config.daemon.log_level == "debug")
         self._server: SessionServer | None = None
         self.api: GrpcServer | None = None
         """The public API, while it listens."""
@@ -70,7 +72,7 @@ class Daemon:
         """Open the socket: from now on engines may attach; `on_stop(keep)` when a tool asks for the end."""
         if self.keeping is not None:
             self.keeping.serve(loop)
-        self._server = SessionServer(self.store, loop, self.keeping, on_stop)
+        self._server = SessionServer(self.store, loop, self.keeping, on_stop, self._requests)
         self._server.open()
 
     @property
@@ -88,7 +90,7 @@ class Daemon:
         if self.config.grpc.listen:
             from kvstore.rpc.api.server import GrpcServer  # half of a start-up's imports, not needed when off
 
-            self.api = GrpcServer(self.store)
+            self.api = GrpcServer(self.store, requests=self._requests)
             await self.api.open()
 
     async def close_api(self) -> None:

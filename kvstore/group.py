@@ -5,6 +5,7 @@ A trust group is one arena and one fault domain. Everything here is owned by the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,17 +22,19 @@ from kvstore.events import EventKind, EventLog
 from kvstore.leases import Lease, Leases, LeaseState
 from kvstore.memory import GroupMemory
 from kvstore.meters import Meters
+from kvstore.tenants import Origin
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.tiers.host import HostTier
 from kvstore.transfers import Filling, Fillings, Handed, mark
-from kvstore.types import Part, Reuse, Tier
+from kvstore.types import BlockLayout, Part, Reuse, Tier
 
 __all__ = ["Group", "finish"]
 
 log = structlog.get_logger()
 
-# A root is made per namespace and tenant at attach; far more than models × tenants on one node.
-ROOTS_MAX = 65_536
+# A root is made per namespace and tenant, at attach or by the first saved block, and never reaped; far more
+# than models × tenants on one node. One tenant that invents models stops at its own part.
+ROOTS_MAX, ROOTS_PER_TENANT_MAX = 65_536, 4096
 # A new fleet saves for a while before anything repeats; 1,000 blocks are 16,000 tokens.
 ALARM_SAVED_BLOCKS = 1000
 ALARM_LOOKUPS = 100
@@ -58,6 +61,7 @@ class Group:
         self.engines: dict[bytes, Engine] = {}
         self.callers: dict[int, Caller] = {}
         self.roots: dict[bytes, Root] = {}
+        self._roots_of: Counter[tuple[str, Reuse]] = Counter()
         self.counters = Counters()
         self.meters = Meters([tenant.name for tenant in config.tenants if tenant.group == name])
         self.config = config
@@ -79,7 +83,7 @@ class Group:
         """The root for `key`, made on first use.
 
         Raises:
-            LimitExceeded: too many namespaces × tenants.
+            LimitExceeded: too many namespaces × tenants, or too many of this one.
         """
         root = self.roots.get(key)
         if root is None:
@@ -87,7 +91,28 @@ class Group:
                 raise LimitExceeded(
                     f"roots_max = {ROOTS_MAX} namespaces × tenants are known; restart the daemon"
                 )
-            root = self.roots[key] = Root(key, tenant, reuse, self.index.root(key))
+            if self._roots_of[tenant, reuse] >= ROOTS_PER_TENANT_MAX:
+                raise LimitExceeded(
+                    f"roots_per_tenant_max = {ROOTS_PER_TENANT_MAX} namespaces of {tenant} ({reuse}) are "
+                    "known; name the same model the same way each time, and restart the daemon"
+                )
+            root = self._note_root(key, tenant, reuse, self.index.root(key))
+        return root
+
+    def _note_root(self, key: bytes, tenant: str, reuse: Reuse, node: int) -> Root:
+        self._roots_of[tenant, reuse] += 1
+        root = self.roots[key] = Root(key, tenant, reuse, node)
+        return root
+
+    def known_root(self, origin: Origin) -> Root | None:
+        """The root of `origin` where it is known, None where nothing was ever saved or attached; makes none.
+
+        A kept arena brings its roots back as keys in the index, without a word on whose they are: that is
+        known again when the first who may use one asks.
+        """
+        root = self.roots.get(origin.key)
+        if root is None and (node := self.index.find(origin.key)) != NONE:
+            root = self._note_root(origin.key, origin.owner, origin.reuse, node)
         return root
 
     def root_of(self, caller: Caller, key: bytes) -> Root:
@@ -218,6 +243,14 @@ class Group:
             number += 1
             if number % LEASES_SLICE == 0:
                 yield
+
+    def count_lookup(self, tenant: str, blocks: int, layout: BlockLayout) -> None:
+        """A tenant asked about that many blocks, whatever will be found."""
+        self.counters.lookups += 1
+        self.counters.lookup_blocks += blocks
+        self.meters.count_lookup(tenant, blocks * layout.block_tokens)
+        if self.counters.lookups % ALARM_LOOKUPS == 0:
+            self.watch_hits()
 
     def watch_hits(self) -> None:
         """Raise the alarm when blocks are saved and asked for and not one is ever found.

@@ -21,7 +21,7 @@ from kvstore.clock import Clock
 from kvstore.config import Config, Salts
 from kvstore.errors import BadRequest, NotFound, Refused
 from kvstore.events import Snapshot
-from kvstore.group import ALARM_LOOKUPS, Group
+from kvstore.group import Group
 from kvstore.keep.keeping import Keeping
 from kvstore.keys import KEY_BYTES
 from kvstore.leases import Lease, LeaseState
@@ -112,11 +112,7 @@ class Store:
         group = caller.group
         group.root_of(caller, root)
         walk = _walk(group, root, blocks, positions, keys)
-        group.counters.lookups += 1
-        group.counters.lookup_blocks += blocks
-        group.meters.count_lookup(group.tenant_of(caller, root), blocks * caller.layout.block_tokens)
-        if group.counters.lookups % ALARM_LOOKUPS == 0:
-            group.watch_hits()
+        group.count_lookup(group.tenant_of(caller, root), blocks, caller.layout)
         return self._match(caller, None, root, blocks, walk)
 
     def extend(

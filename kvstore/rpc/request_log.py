@@ -41,20 +41,34 @@ class RequestLog:
             began_s: when handling it began.
         """
         seconds = self.clock.now() - began_s
-        slow = seconds > SLOW_S
-        if not (slow or self.every):
+        if not self.wants(seconds):
             return
-        message = type(body).__name__.lower()
         facts: dict[str, object] = {
             "request": request,
-            "message": message,
             "lease": getattr(body, "lease", 0) or getattr(answer, "lease", 0),
             "answer": type(answer).__name__.lower(),
-            "ms": round(seconds * 1e3, 3),
         }
         if isinstance(answer, Failed):
             facts |= {"status": answer.status, "reason": answer.message}
-        if slow:
+        self.tell(who, type(body).__name__.lower(), facts, seconds)
+
+    def wants(self, seconds: float) -> bool:
+        """Whether to tell of a message that held the loop for so long."""
+        return self.every or seconds > SLOW_S
+
+    def tell(
+        self, who: Mapping[str, object], message: str, facts: Mapping[str, object], seconds: float
+    ) -> None:
+        """Write the line of one message: a warning, and counted, when it held the loop too long.
+
+        Args:
+            who: sent it.
+            message: its kind; of a bounded number, they are labels of a metric.
+            facts: what there is to say beside it.
+            seconds: that it held the loop.
+        """
+        facts = {"message": message, **facts, "ms": round(seconds * 1e3, 3)}
+        if seconds > SLOW_S:
             self.slow[message] = self.slow.get(message, 0) + 1
             log.warning("slow message", **who, **facts)
         else:

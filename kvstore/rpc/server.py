@@ -142,6 +142,7 @@ class SessionServer:
     Args:
         keeping: what outlives this daemon, None = nothing.
         on_stop: called when a tool asks the daemon to end; whether what is kept shall stay.
+        requests: shared with other doors of the daemon; None = one of its own.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class SessionServer:
         loop: asyncio.AbstractEventLoop,
         keeping: Keeping | None = None,
         on_stop: Callable[[bool], None] | None = None,
+        requests: RequestLog | None = None,
     ) -> None:
         self._store = store
         self._former = FormerWriters(store, loop, keeping)
@@ -164,7 +166,7 @@ class SessionServer:
         self._peers: set[Peer] = set()
         self._last_number = 0
         self._inode = 0
-        self.requests = RequestLog(store.clock, every=self._config.log_level == "debug")
+        self.requests = requests or RequestLog(store.clock, every=self._config.log_level == "debug")
 
     def open(self) -> None:
         """Bind and listen.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest_asyncio
 from endpoint import Endpoint, configured, failure, opened, random_blocks, save_messages
 
 from kvstore.errors import Refused
-from kvstore.rpc.api.access import Peer, Verb
+from kvstore.rpc.api import service
+from kvstore.rpc.api.access import Peer, Verb, peer_of
 from kvstore.rpc.api.server import GrpcServer
 from kvstore.testing import StoreDriver
 from kvstore.v1 import store_pb2 as pb
@@ -93,6 +95,40 @@ async def test_no_call_goes_past_it(guarded: Endpoint, access: Bearer) -> None:
     assert (await store.Plan(pb.PlanRequest(chain=chain), metadata=TOKEN)).blocks == 2
     await store.Release(pb.ReleaseRequest(lease=found.lease), metadata=TOKEN)
     assert guarded.quiet()
+
+
+async def test_a_renewal_asks_once_for_each_lease_and_lets_others_in_between(
+    guarded: Endpoint, access: Bearer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who calls is read off the connection once, however many leases are named, and named twice."""
+    chain = guarded.chain(range(8))
+    await guarded.store.Save(save_messages(chain, random_blocks(1, 2)), metadata=TOKEN)
+    lookup = pb.LookupRequest(chain=chain)
+    leases = [(await guarded.store.Lookup(lookup, metadata=TOKEN)).lease for _ in range(600)]
+    peers = turns = 0
+    seen_at: list[int] = []
+
+    def counted(context: Any) -> Peer:
+        nonlocal peers
+        peers += 1
+        return peer_of(context)
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def check(peer: Peer, verb: Verb, tenant: str) -> None:
+        seen_at.append(turns)
+
+    monkeypatch.setattr(service, "peer_of", counted)
+    monkeypatch.setattr(access, "check", check)
+    counting = asyncio.create_task(count_turns())
+    reply = await guarded.store.Renew(pb.RenewRequest(leases=leases * 3), metadata=TOKEN)
+    counting.cancel()
+    assert (peers, len(seen_at), list(reply.ended)) == (1, 600, [])
+    assert max(seen_at.count(turn) for turn in seen_at) <= 256
 
 
 async def test_case_33_nobody_administers_over_a_plaintext_port(socket_path: Path) -> None:

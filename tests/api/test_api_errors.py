@@ -13,6 +13,8 @@ from endpoint import SMALL, Endpoint, Opener, eventually, failure, random_blocks
 
 from kvstore import errors
 from kvstore.rpc.api.failures import answers, rich_status
+from kvstore.rpc.request_log import RequestLog
+from kvstore.testing import SimClock
 from kvstore.v1 import store_pb2 as pb
 
 Change = Callable[[pb.Chain], Any]
@@ -240,12 +242,18 @@ async def test_a_call_that_comes_too_late_does_nothing() -> None:
             done.append(code)
             raise grpc.aio.AbortError
 
-    @answers
-    async def work(self: object, request: object, context: object) -> None:
-        done.append("work")
+        def peer(self) -> str:
+            return "unix:"
+
+    class Service:
+        requests = RequestLog(SimClock(), every=True)
+
+        @answers
+        async def work(self, request: object, context: object) -> None:
+            done.append("work")
 
     with pytest.raises(grpc.aio.AbortError):
-        await work(None, None, Late())
+        await Service().work(None, Late())
     assert done == ["metadata", grpc.StatusCode.DEADLINE_EXCEEDED]
 
 

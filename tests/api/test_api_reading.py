@@ -205,6 +205,35 @@ async def test_tenants_that_share_meet_under_group_only(opening: Opener) -> None
         assert (await endpoint.plan(endpoint.chain(range(16), tenant="a"))).blocks == 0
 
 
+async def test_tokens_count_for_the_tenant_that_asked(opening: Opener) -> None:
+    tenants = (TenantConfig(name="a", reuse=Reuse.GROUP), TenantConfig(name="b", reuse=Reuse.GROUP))
+    async with opening(tenants=tenants) as endpoint:
+        meters = endpoint.driver.group().meters
+        shared = pb.REUSE_GROUP
+        await endpoint.look_up(endpoint.chain(range(16), tenant="b", reuse=shared))  # not even a root
+        assert {name: tokens.lookup for name, tokens in meters.tenants.items()} == {"a": 0, "b": 16}
+        await endpoint.save(endpoint.chain(range(16), tenant="a", reuse=shared), random_blocks(12, 4))
+        await endpoint.fetch(pb.FetchRequest(chain=endpoint.chain(range(24), tenant="b", reuse=shared)))
+        await endpoint.settle()
+        counted = {name: (tokens.lookup, tokens.hits) for name, tokens in meters.tenants.items()}
+        assert counted == {"a": (0, 0), "b": (40, 16)}
+
+
+async def test_a_lookup_that_is_refused_hit_nothing(endpoint: Endpoint) -> None:
+    await endpoint.save(endpoint.chain(range(160)), random_blocks(14, 40))
+    root = (await endpoint.plan(endpoint.chain(range(160)))).root
+    keys = endpoint.keys_of(range(160), root).keys.copy()
+    keys[[1, 2]] = keys[[2, 1]]  # positions that the first trip of a lookup does not ask about
+    chain = endpoint.chain([])
+    chain.keys.packed = keys.tobytes()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await endpoint.look_up(chain)
+    assert failure(caught.value).code is grpc.StatusCode.INVALID_ARGUMENT
+    group = endpoint.driver.group()
+    assert (group.counters.hit_blocks, group.meters.of_tenant("default").hits) == (0, 0)
+    assert endpoint.quiet()
+
+
 async def test_layouts_never_meet(endpoint: Endpoint) -> None:
     await endpoint.save(endpoint.chain(range(16)), random_blocks(13, 4))
     other = BlockLayout(2, 2, 24, "float32", block_tokens=4, cell_format="opaque:other:ISA")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from endpoint import SMALL, Endpoint, Failure, Opener, eventually, failure, random_blocks, save_messages
 
 from kvstore.config import TenantConfig
+from kvstore.errors import LimitExceeded
 from kvstore.testing import small_layout
 from kvstore.types import BlockLayout, Reuse
 from kvstore.v1 import store_pb2 as pb
@@ -124,6 +126,8 @@ async def test_malformed_streams(endpoint: Endpoint) -> None:
         ([begin, block, data(bytes(SIZE - 1))], "data"),
         ([begin, data(bytes(2 * SIZE + 1))], "data.data"),
         ([begin, block, block, data(b"x")], "data.data"),
+        ([begin, block, data(b""), block], "data.data"),
+        ([begin, block, block, data(b"")], "data.data"),
         ([begin, block, data(bytes(SIZE), crc32c=1)], "data.crc32c"),
     ]
     for messages, field in cases:
@@ -176,6 +180,25 @@ async def test_a_caller_that_falls_silent_is_ended(opening: Opener) -> None:
         await endpoint.settle()
 
 
+async def test_a_caller_that_trickles_is_ended(opening: Opener) -> None:
+    """Each message comes in time, the bytes do not."""
+    async with opening(stall_s=0.3) as endpoint:
+        call = endpoint.store.Save()
+        await call.write(pb.SaveRequest(header=pb.SaveHeader(chain=endpoint.chain(range(16), layout=LARGE))))
+        for _ in range(4):  # two batches: slots are held from now on
+            await call.write(data(bytes(1 << 19)))
+        await eventually(lambda: endpoint.driver.group().host.counts()["filling"] == 2)
+
+        over = contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError)
+        async with asyncio.timeout(10):
+            with over:
+                while not call.done():
+                    await call.write(data(b"x"))
+                    await asyncio.sleep(0.01)
+        assert await call.code() is not grpc.StatusCode.OK  # which one: a write may cross it on the wire
+        await endpoint.settle()
+
+
 async def test_a_deadline_in_the_middle_of_a_save(endpoint: Endpoint) -> None:
     call = endpoint.store.Save(timeout=0.2)
     await call.write(header(endpoint, 2))
@@ -211,6 +234,35 @@ async def test_saves_stop_with_the_server_and_leave_nothing(opening: Opener) -> 
         assert not group.engines
         endpoint.sound()
         call.cancel()
+
+
+async def test_a_header_alone_makes_no_root(endpoint: Endpoint) -> None:
+    roots = endpoint.driver.group().roots
+    await refused(endpoint, header(endpoint, 1))
+    await refused(endpoint, header(endpoint, 1), data(bytes(SIZE - 1)))
+    assert not roots
+    await endpoint.save(endpoint.chain(range(4)), bytes(SIZE))
+    assert len(roots) == 1
+
+
+async def test_a_tenant_that_invents_models_stops_at_its_own_limit(
+    opening: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.group.ROOTS_PER_TENANT_MAX", 2)
+    async with opening(tenants=(TenantConfig(name="a"), TenantConfig(name="b"))) as endpoint:
+        for model in ("one", "two"):
+            await endpoint.save(endpoint.chain(range(4), tenant="a", model=model), bytes(SIZE))
+        begin = pb.SaveRequest(
+            header=pb.SaveHeader(chain=endpoint.chain(range(4), tenant="a", model="three"))
+        )
+        seen = await refused(endpoint, begin, data(bytes(SIZE)))
+        assert seen.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "roots_per_tenant_max = 2" in seen.message
+        with pytest.raises(LimitExceeded, match="roots_per_tenant_max = 2"):
+            endpoint.driver.attach(layout=SMALL, tenants=("a",), model="four")
+        again = await endpoint.save(endpoint.chain(range(4), tenant="a", model="two"), bytes(SIZE))
+        assert again.filled == 1
+        assert (await endpoint.save(endpoint.chain(range(4), tenant="b", model="x"), bytes(SIZE))).ready == 1
 
 
 async def test_engines_and_callers_may_save_the_same_prompt(endpoint: Endpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import stat
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import grpc
 import msgspec
 import pytest
-from endpoint import Endpoint, Opener, configured, opened, random_blocks
+from endpoint import Endpoint, Opener, configured, failure, opened, random_blocks
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -18,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvstore.config import Config, DaemonConfig
 from kvstore.daemon import Daemon
 from kvstore.errors import ConfigError
+from kvstore.rpc.api.admission import SMALL_BYTES_MAX
 from kvstore.rpc.endpoints import endpoints, free_endpoints
 from kvstore.v1 import store_pb2 as pb
 from kvstore.v1 import store_pb2_grpc as rpc
@@ -125,6 +127,9 @@ async def test_a_daemon_opens_and_closes_it(socket_path: Path) -> None:
         daemon.listen(asyncio.get_running_loop())
         await daemon.open_api()
         assert socket_path.with_name("kv-grpc.sock").exists() == there
+        if daemon.api is not None:  # one level of logs and one metric for both doors
+            assert daemon.api.service is not None
+            assert daemon.api.service.requests is daemon.sessions.requests
         await daemon.close_api()
         daemon.close()
         assert not list(socket_path.parent.glob("*.sock"))
@@ -186,6 +191,74 @@ async def test_bytes_that_are_no_message(endpoint: Endpoint, path: str, streams:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "request: not a message" in caught.value.details()
     await endpoint.settle()
+
+
+GUESTS = ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"]
+SMALL_ONES = [
+    (path, streams)
+    for path, streams in [
+        *METHODS,
+        *((path, path.endswith("Watch")) for path in GUESTS),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", True),
+    ]
+    if path.rpartition("/")[2] not in ("Lookup", "Plan", "Fetch", "Save")
+]
+
+
+@pytest.mark.parametrize(("path", "streams"), SMALL_ONES, ids=[path for path, _ in SMALL_ONES])
+async def test_what_needs_little_takes_little(endpoint: Endpoint, path: str, streams: bool) -> None:
+    """A field that nobody knows, as long as a message may be: valid, and not even parsed."""
+    huge = b"\x7a" + b"\x80\x80\x04" + bytes(SMALL_BYTES_MAX)
+    call = (
+        endpoint.channel.stream_stream(path)(iter([huge])).read()
+        if streams
+        else endpoint.channel.unary_unary(path)(huge)
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert f"takes at most {SMALL_BYTES_MAX}" in caught.value.details()
+    await endpoint.settle()
+
+
+async def test_standard_services_refuse_garbage_as_ours_do(endpoint: Endpoint) -> None:
+    for path in GUESTS:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await endpoint.channel.unary_stream(path)(b"\xff\xff\xff").read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("path", [SMALL_ONES[-1][0], GUESTS[1]])
+async def test_streams_of_standard_services_do_not_take_all_calls(opening: Opener, path: str) -> None:
+    async with opening(calls_max=16) as endpoint:
+        # To a reflection stream this lists the services, to a watch it is a name.
+        request = reflection_pb2.ServerReflectionRequest(list_services="*").SerializeToString()
+        open_ones = []
+        for _ in range(2):
+            call = endpoint.channel.stream_stream(path)()
+            await call.write(request)
+            assert await call.read()
+            open_ones.append(call)
+        for _ in range(20):
+            one_more = endpoint.channel.stream_stream(path)(iter([request]))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await one_more.read()
+            assert failure(caught.value).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert f"2 of {path} are open" in failure(caught.value).message
+        assert (await endpoint.plan(endpoint.chain(range(8)))).asked_blocks == 2
+        open_ones.pop().cancel()
+        assert await reopened(endpoint, path, request)
+        for call in open_ones:
+            call.cancel()
+
+
+async def reopened(endpoint: Endpoint, path: str, request: bytes) -> bytes:
+    """The first answer of a stream, once the daemon has noticed that another has ended."""
+    async with asyncio.timeout(20):
+        while True:
+            call = endpoint.channel.stream_stream(path)(iter([request]))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return bytes(await call.read())
 
 
 # ---- the end ----------------------------------------------------------------------------------------------

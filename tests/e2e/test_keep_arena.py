@@ -6,6 +6,8 @@ import json
 import signal
 from dataclasses import asdict
 
+import grpc
+import numpy as np
 from fake_engine import BIG
 from keep_rounds import Rounds
 from kept import (
@@ -20,6 +22,10 @@ from kept import (
 )
 from real_daemon import WAIT_S, eventually
 from scene import Scene
+
+from kvstore.testing.driver import namespace_of
+from kvstore.v1 import store_pb2 as pb
+from kvstore.v1 import store_pb2_grpc as rpc
 
 SLOTS = 56  # BIG ones in 16 MiB
 
@@ -93,6 +99,50 @@ def test_rot_and_what_hangs_on_it_are_not_served(stage: Scene) -> None:
     assert hit_of(engine, 1, 10) == 4
     engine.saved(2, SLOTS)  # no slot was lost by it
     engine.close()
+    daemon.assert_quiet()
+
+
+def test_a_grpc_caller_finds_it_before_any_engine_does(stage: Scene) -> None:
+    daemon = stage.start_daemon(**KEEP)
+    blocks = 6
+    content = np.random.default_rng(1).bytes(blocks * BIG.block_bytes)
+    fields = namespace_of(BIG, stage.name)
+    fields.pop("block_tokens")
+    chain = pb.Chain(
+        tenant="default",
+        namespace=pb.Namespace(**fields),
+        layout=pb.Layout(
+            layers=BIG.layers,
+            kv_heads=BIG.kv_heads,
+            head_dim=BIG.head_dim,
+            dtype=BIG.dtype,
+            block_tokens=BIG.block_tokens,
+        ),
+        tokens=pb.Tokens(ids=range(blocks * BIG.block_tokens)),
+    )
+    whole = pb.Namespace(**fields, block_tokens=BIG.block_tokens)
+    address = f"unix:{daemon.socket.with_name('kv-grpc.sock')}"
+    with grpc.insecure_channel(address) as channel:
+        header = pb.SaveRequest(header=pb.SaveHeader(chain=chain))
+        pieces = [content[at : at + (1 << 18)] for at in range(0, len(content), 1 << 18)]
+        data = [pb.SaveRequest(data=pb.SaveData(data=piece)) for piece in pieces]
+        assert rpc.StoreStub(channel).Save(iter([header, *data])).ready == blocks
+    daemon.end(signal.SIGKILL)
+    daemon.start()
+    with grpc.insecure_channel(address) as channel:
+        store, admin = rpc.StoreStub(channel), rpc.AdminStub(channel)
+        assert store.Plan(pb.PlanRequest(chain=chain)).blocks == blocks
+        found = store.Lookup(pb.LookupRequest(chain=chain))
+        assert found.plan.spans == [pb.Span(tier=pb.TIER_HOST, start=0, stop=blocks)]
+        stream = store.Fetch(pb.FetchRequest(lease=found.lease))
+        assert b"".join(message.data.data for message in stream) == content
+        store.Release(pb.ReleaseRequest(lease=found.lease))
+    daemon.end(signal.SIGKILL)
+    daemon.start()
+    with grpc.insecure_channel(address) as channel:  # the very first who asks may be who drops it
+        store, admin = rpc.StoreStub(channel), rpc.AdminStub(channel)
+        assert admin.DropNamespace(pb.DropNamespaceRequest(namespace=whole)).dropped_blocks == blocks
+        assert store.Plan(pb.PlanRequest(chain=chain)).blocks == 0
     daemon.assert_quiet()
 
 

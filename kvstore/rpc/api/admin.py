@@ -33,6 +33,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
     """
 
     def __init__(self, store: Store, service: StoreService, access: Access, checks: Checks) -> None:
+        self.requests = service.requests
         self._checks = checks
         self._store = store
         self._service = service

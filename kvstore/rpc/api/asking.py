@@ -69,7 +69,7 @@ def _match(asked: Asked) -> int:
         BadRequest: keys that are not one chain, or contradict what is known.
     """
     index, keys, blocks = asked.group.index, asked.chain.keys, len(asked)
-    if asked.root not in asked.group.roots:
+    if not asked.root_is_known():
         return 0
     positions = probe_positions(blocks)
     try:

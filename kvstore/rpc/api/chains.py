@@ -56,6 +56,10 @@ class Asked:
         """32 bytes, b"" when nothing is reused."""
         return self.origin.key if self.origin is not None else b""
 
+    def root_is_known(self) -> bool:
+        """Whether anything can be known of the chain; makes no root."""
+        return self.origin is not None and self.group.known_root(self.origin) is not None
+
 
 async def resolve(store: Store, limits: GrpcConfig, chain: pb.Chain) -> Asked:
     """Check a `Chain` message and hash its tokens; changes nothing.

@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 import structlog
 from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from kvstore.errors import STATUS, BadRequest, DeadlineExceeded, KVStoreError
+from kvstore.rpc.api.call_log import Call, Steps
 
-__all__ = ["DOMAIN", "BytesCheck", "Malformed", "answers", "deadline", "rich_status"]
+__all__ = ["DOMAIN", "Malformed", "abort", "answers", "deadline", "rich_status"]
 
 log = structlog.get_logger()
 
@@ -52,71 +52,67 @@ def rich_status(error: KVStoreError) -> status_pb2.Status:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Stands in for a request whose bytes are not its message."""
+    """Stands in for a request that cannot be read."""
 
-    reason: str
-
-
-class BytesCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Bytes that are no message are the caller's mistake (INVALID_ARGUMENT); by itself gRPC calls it INTERNAL
-    and logs a traceback each time."""
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith("/kvstore."):
-            return handler
-        parse = handler.request_deserializer
-
-        def checked(data: bytes) -> Any:
-            try:
-                return parse(data)
-            except DecodeError as error:
-                return Malformed(str(error))
-
-        return handler._replace(request_deserializer=checked)
+    error: KVStoreError
 
 
-async def _abort(context: Any, error: KVStoreError) -> NoReturn:
+async def abort(context: Any, error: KVStoreError) -> NoReturn:
+    """End a call with the status of an error."""
     status = rich_status(error)
     context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
     await context.abort(grpc.StatusCode[STATUS[type(error)]], status.message)
     raise AssertionError("abort() does not return")
 
 
-def answers(method: Callable[[Any, Any, Any], Awaitable[T]]) -> Callable[[Any, Any, Any], Awaitable[T]]:
-    """For a method of a servicer: no work after the deadline, and every error becomes its status."""
+def answers(
+    method: Callable[[Any, Any, Any], Coroutine[Any, Any, T]],
+) -> Callable[[Any, Any, Any], Awaitable[T]]:
+    """For a method of a servicer, which has a RequestLog as its `requests`: no work after the deadline, every
+    error becomes its status, and what there is to say of the call is said."""
+    name = method.__name__
+
+    async def checked(self: Any, request: Any, context: Any) -> T:
+        left_s = context.time_remaining()
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded("the deadline passed before the call began")
+        if isinstance(request, Malformed):
+            raise request.error
+        return await method(self, request, context)
 
     @functools.wraps(method)
     async def guarded(self: Any, request: Any, context: Any) -> T:
+        steps = Steps(checked(self, request, context), self.requests.clock)
+        call = Call(name, request, context)
         try:
-            left_s = context.time_remaining()
-            if left_s is not None and left_s <= 0:
-                raise DeadlineExceeded("the deadline passed before the call began")
-            if isinstance(request, Malformed):
-                raise BadRequest(f"request: not a message of {method.__name__}: {request.reason}")
-            return await method(self, request, context)
+            answer = await steps
+            call.answered(answer)
+            return answer
         except KVStoreError as error:
-            log.debug("call refused", call=method.__name__, reason=str(error))
-            await _abort(context, error)
+            call.refused(error)
+            await abort(context, error)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # a bug of ours costs one call, not the daemon
-            log.exception("bug", call=method.__name__)
-            what = f"internal error: {type(error).__name__}; see the daemon's log"
-            await _abort(context, KVStoreError(what))
+            log.exception("bug", call=name)
+            ours = KVStoreError(f"internal error: {type(error).__name__}; see the daemon's log")
+            call.refused(ours)
+            await abort(context, ours)
+        finally:
+            call.tell(self.requests, steps.longest_s)
 
     return guarded
 
 
 @contextlib.asynccontextmanager
-async def deadline(seconds: float, message: str) -> AsyncIterator[None]:
-    """Bound one wait.
+async def deadline(seconds: float, message: str) -> AsyncIterator[asyncio.Timeout]:
+    """Bound a wait; who waits for several things in turn may reschedule it.
 
     Raises:
         DeadlineExceeded: it took longer.
     """
     try:
-        async with asyncio.timeout(seconds):
-            yield
+        async with asyncio.timeout(seconds) as timeout:
+            yield timeout
     except TimeoutError:
         raise DeadlineExceeded(message) from None

@@ -35,8 +35,17 @@ def new_caller(store: Store, asked: Asked) -> Caller:
     """A caller of its own for one lease or one save; not yet known to its group."""
     engine = Engine(os.urandom(16), asked.layout, asked.namespace)
     whole, now = Part.whole(asked.layout), store.clock.now()
-    roots = frozenset({asked.root})
-    return Caller(next(_numbers), asked.group, engine, asked.layout, asked.shape, whole, roots, now)
+    return Caller(
+        session=next(_numbers),
+        group=asked.group,
+        engine=engine,
+        layout=asked.layout,
+        shape=asked.shape,
+        part=whole,
+        roots=frozenset({asked.root}),
+        heard_s=now,
+        tenants=(asked.tenant,),
+    )
 
 
 @dataclass(slots=True)
@@ -90,9 +99,9 @@ class Holdings:
             LimitExceeded: grpc.leases_max are held.
         """
         self.sweep()
-        if asked.root not in asked.group.roots:
-            asked.group.counters.lookups += 1  # a miss that needs no root, and makes none
-            asked.group.counters.lookup_blocks += len(asked)
+        if not asked.root_is_known():
+            # A miss needs no root, and makes none; it counts like any other.
+            asked.group.count_lookup(asked.tenant, len(asked), asked.layout)
             return None
         if len(self._held) >= self._limits.leases_max:
             raise LimitExceeded(f"lease: grpc.leases_max = {self._limits.leases_max} are held; release some")
@@ -165,11 +174,11 @@ class Holdings:
     def end(self, held: Held) -> None:
         """Unpin. What was not sent does not count as a hit."""
         if self._held.pop(held.id, None) is not None:
-            held.lease.host = min(held.lease.host, held.sent)
-            self._leave(held.caller)
+            self._leave(held.caller, held.sent)
 
-    def _leave(self, caller: Caller) -> None:
+    def _leave(self, caller: Caller, sent: int = 0) -> None:
         for lease in caller.group.leases.of(caller.session):
+            lease.host = min(lease.host, sent)
             caller.group.end_lease(lease, LeaseState.RELEASED)
         caller.group.callers.pop(caller.session, None)
 

@@ -4,7 +4,8 @@
                                                               └ broken, cancelled, late → abort
 
 Slots are reserved only when the bytes for them are here: a caller that sends nothing takes nothing from
-others. The daemon is the writer: when a stream breaks, its copy is joined before the slots go back (LAWS A1).
+others. Bytes keep a stream alive, not messages: each batch has to be here within `grpc.stall_s`. The daemon
+is the writer: when a stream breaks, its copy is joined before the slots go back (LAWS A1).
 """
 
 from __future__ import annotations
@@ -34,19 +35,17 @@ __all__ = ["Saving", "next_item", "saved"]
 FILLINGS_PER_SLICE = 4
 
 
-async def next_item(context: Any, stall_s: float, kind: str) -> Any:
+async def next_item(context: Any, kind: str) -> Any:
     """The next message of a Save stream, its `header` or its `data`; None at the end.
 
     Raises:
-        BadRequest: the other kind.
-        DeadlineExceeded: nothing comes.
+        BadRequest: the other kind, or no message at all.
     """
-    async with deadline(stall_s, f"save: nothing was sent for grpc.stall_s = {stall_s} s"):
-        message = await context.read()
+    message = await context.read()
     if message is grpc.aio.EOF:
         return None
     if isinstance(message, Malformed):
-        raise BadRequest(f"request: not a message of Save: {message.reason}")
+        raise message.error
     if message.WhichOneof("item") != kind:
         raise BadRequest(f"{kind}: a Save stream is one header, then data")
     return getattr(message, kind)
@@ -83,8 +82,8 @@ class Saving:
 
         Raises:
             BadRequest: too few bytes, too many, or not those that their sum says; nothing was saved.
-            LimitExceeded: no buffer, or no filling is left.
-            DeadlineExceeded: the caller sends nothing.
+            LimitExceeded: no buffer, no filling, or no root is left.
+            DeadlineExceeded: the caller sends nothing, or too slowly.
         """
         self.at = self.start
         engines.attach(self.caller)
@@ -112,33 +111,44 @@ class Saving:
             self._leave()
 
     async def _take(self, context: Any, stall_s: float, buffer: Buffer) -> None:
-        size, blocks = self.asked.layout.block_bytes, len(self.asked)
+        size, blocks, room = self.asked.layout.block_bytes, len(self.asked), len(buffer.bytes)
         left, fill = (blocks - self.start) * size, 0
-        while (item := await next_item(context, stall_s, "data")) is not None:
-            if item.HasField("crc32c") and _native.crc32c(item.data) != item.crc32c:
-                raise BadRequest("data.crc32c: is not the sum of data; nothing was saved")
-            if len(item.data) > left:
-                raise BadRequest(
-                    f"data.data: more than the {blocks - self.start} blocks of {size} bytes announced"
-                )
-            left -= len(item.data)
-            rest = memoryview(item.data)
-            while rest:
-                part = rest[: len(buffer.bytes) - fill]
-                buffer.bytes[fill : fill + len(part)] = np.frombuffer(part, np.uint8)
-                rest, fill = rest[len(part) :], fill + len(part)
-                if fill == len(buffer.bytes) or (not left and not rest):
-                    if not await self._keep(buffer, fill // size):
-                        return  # no room: what follows could not be reached without what was dropped
-                    fill = 0
+        why = f"save: a batch of {room} bytes, or the end, did not come within grpc.stall_s = {stall_s} s"
+        async with deadline(stall_s, why) as clock:
+            while (item := await next_item(context, "data")) is not None:
+                self._check(item, left)
+                left -= len(item.data)
+                rest = memoryview(item.data)
+                while rest:
+                    part = rest[: room - fill]
+                    buffer.bytes[fill : fill + len(part)] = np.frombuffer(part, np.uint8)
+                    rest, fill = rest[len(part) :], fill + len(part)
+                    if fill == room or (not left and not rest):
+                        clock.reschedule(None)  # what the daemon takes for its copy is not the caller's
+                        if not await self._keep(buffer, fill // size):
+                            return  # no room: what follows could not be reached without what was dropped
+                        clock.reschedule(asyncio.get_running_loop().time() + stall_s)
+                        fill = 0
         if left:
             raise BadRequest(
                 f"data: the stream ended {left} bytes before the last block's end; nothing was saved"
             )
 
+    def _check(self, item: Any, left: int) -> None:
+        if not item.data:
+            raise BadRequest("data.data: empty; send bytes, or end the stream")
+        if item.HasField("crc32c") and _native.crc32c(item.data) != item.crc32c:
+            raise BadRequest("data.crc32c: is not the sum of data; nothing was saved")
+        if len(item.data) > left:
+            blocks, size = len(self.asked) - self.start, self.asked.layout.block_bytes
+            raise BadRequest(f"data.data: more than the {blocks} blocks of {size} bytes announced")
+
     async def _keep(self, buffer: Buffer, blocks: int) -> bool:
         """Reserve slots for the first blocks of the buffer and copy them; False when not all of them fit."""
-        chain = self.asked.chain
+        chain, origin = self.asked.chain, self.asked.origin
+        assert origin is not None, "who reuses nothing was refused at the header"
+        # Not before: a root stays for ever, and a header alone is cheap to invent.
+        self.asked.group.add_root(origin.key, origin.owner, origin.reuse)
         keys, parent = chain.keys[self.at : self.at + blocks], chain.parent(self.at)
         got = self.store.reserve(self.caller, chain.root, parent, keys)
         self.filled += got.filled

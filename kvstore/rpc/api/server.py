@@ -16,10 +16,11 @@ from kvstore.checks import Checks
 from kvstore.errors import ConfigError
 from kvstore.rpc.api.access import Access, OpenAccess
 from kvstore.rpc.api.admin import AdminService
+from kvstore.rpc.api.admission import BytesCheck, StandardServices
 from kvstore.rpc.api.copies import Copies
-from kvstore.rpc.api.failures import BytesCheck
 from kvstore.rpc.api.service import StoreService
 from kvstore.rpc.endpoints import Endpoint, endpoints
+from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.server import free_path
 from kvstore.store import Store
 from kvstore.v1 import store_pb2, store_pb2_grpc
@@ -39,9 +40,13 @@ class GrpcServer:
 
     Args:
         access: who may do what.
+        requests: takes a line for each call; None = one of its own.
     """
 
-    def __init__(self, store: Store, access: Access | None = None) -> None:
+    def __init__(
+        self, store: Store, access: Access | None = None, requests: RequestLog | None = None
+    ) -> None:
+        self._requests = requests or RequestLog(store.clock, every=store.config.daemon.log_level == "debug")
         self._store = store
         self._limits = store.config.grpc
         self._access = access or OpenAccess()
@@ -62,9 +67,9 @@ class GrpcServer:
         """
         limits = self._limits
         self._copies = Copies(asyncio.get_running_loop(), limits.copy_threads, limits.buffer_bytes_max)
-        self.service = StoreService(self._store, self._copies, self._access)
+        self.service = StoreService(self._store, self._copies, self._access, self._requests)
         server = self._server = grpc.aio.server(
-            interceptors=(BytesCheck(),),
+            interceptors=(BytesCheck(limits.message_bytes_max), StandardServices(limits.calls_max)),
             maximum_concurrent_rpcs=limits.calls_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),

@@ -13,10 +13,11 @@ from kvstore.rpc.api import asking, observing, saving
 from kvstore.rpc.api.access import Access, Verb, peer_of
 from kvstore.rpc.api.chains import Asked, resolve
 from kvstore.rpc.api.copies import Copies
-from kvstore.rpc.api.failures import answers
+from kvstore.rpc.api.failures import answers, deadline
 from kvstore.rpc.api.fetching import Fetching
 from kvstore.rpc.api.holding import Held, Holdings, new_caller
 from kvstore.rpc.api.watching import Watching
+from kvstore.rpc.request_log import RequestLog
 from kvstore.store import Store
 from kvstore.types import SaveResult
 from kvstore.v1 import store_pb2 as pb
@@ -24,7 +25,9 @@ from kvstore.v1.store_pb2_grpc import StoreServicer
 
 __all__ = ["StoreService"]
 
-LEASES_PER_RENEW_MAX = 4096
+LEASES_PER_RENEW_MAX = 2048
+# Of leases; each takes some 5 µs.
+RENEWALS_PER_SLICE = 256
 EPOCH_BYTES = 16
 
 
@@ -35,9 +38,11 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         store: what is asked.
         copies: threads and buffers for block bytes.
         access: who may do what.
+        requests: takes a line for each call.
     """
 
-    def __init__(self, store: Store, copies: Copies, access: Access) -> None:
+    def __init__(self, store: Store, copies: Copies, access: Access, requests: RequestLog) -> None:
+        self.requests = requests
         self._store = store
         self._limits = store.config.grpc
         self._copies = copies
@@ -142,13 +147,15 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewResponse:  # noqa: N802
         if len(request.leases) > LEASES_PER_RENEW_MAX:
             raise LimitExceeded(f"leases: more than {LEASES_PER_RENEW_MAX} in one request")
-        ended = []
-        for lease in request.leases:
+        peer, ended = peer_of(context), []
+        for number, lease in enumerate(dict.fromkeys(request.leases), 1):
             if self.holdings.knows(lease):
                 held = self.holdings.find(lease)
-                self._check(context, Verb.READ, held.tenant)
+                self._access.check(peer, Verb.READ, held.tenant)
             else:
                 ended.append(lease)
+            if number % RENEWALS_PER_SLICE == 0:
+                await asyncio.sleep(0)
         return pb.RenewResponse(epoch=self._store.epoch, lease_s=self._limits.lease_s, ended=ended)
 
     @answers
@@ -163,7 +170,9 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Save(self, _: object, context: Any) -> pb.SaveResponse:  # noqa: N802
         with self._stream():
-            header = await saving.next_item(context, self._limits.stall_s, "header")
+            stall_s = self._limits.stall_s
+            async with deadline(stall_s, f"save: no header came within grpc.stall_s = {stall_s} s"):
+                header = await saving.next_item(context, "header")
             if header is None:
                 raise BadRequest("header: a Save stream begins with one")
             asked = await self._resolve(context, Verb.SAVE, header.chain)
@@ -171,10 +180,9 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
                 raise Refused(f"tenant: {asked.tenant} reuses nothing, so it saves nothing")
             if header.start > len(asked):
                 raise BadRequest(f"start: {header.start} is beyond the {len(asked)} blocks of the chain")
-            asked.group.add_root(asked.origin.key, asked.origin.owner, asked.origin.reuse)
             caller = new_caller(self._store, asked)
             stream = saving.Saving(self._store, self._copies, asked, header.start, caller, self._publishing)
-            return saving.saved(self._store.epoch, await stream.run(context, self._limits.stall_s))
+            return saving.saved(self._store.epoch, await stream.run(context, stall_s))
 
     # ---- measurements and events -------------------------------------------------------------------------
 
