@@ -271,7 +271,7 @@ def main() -> int:
         elif part == "hash":
             some, why = hashes(4 * options.turns)
         else:
-            some, why = lookups(options.nodes, 20 * options.turns)
+            some, why = lookups(options.nodes, 4 * options.turns)
         figures.update(some)
         voids += why
         if not options.json:
