@@ -18,12 +18,13 @@ import structlog
 
 from kvstore import __version__
 from kvstore.config import Config, Salts
+from kvstore.errors import LimitExceeded
 from kvstore.keep.base import Keeper
 from kvstore.keep.facts import Facts
 from kvstore.keep.holding import Holding, end_leftover, holder_path
 from kvstore.keep.systemd import SystemdStore, offers_store
 from kvstore.keep.wire import close_all
-from kvstore.keep.writers import Row, WriterTable
+from kvstore.keep.writers import ROWS_MAX, Row, WriterTable
 
 __all__ = ["FormerWriter", "Keeping", "KeptArena", "let_go_of_leftovers"]
 
@@ -187,11 +188,17 @@ class Keeping:
     # ---- writers -------------------------------------------------------------------------------------------
 
     def attached(self, session: int, engine: bytes, pidfd: int) -> None:
-        """A process may be handed slots from now on. Before it is told so."""
+        """A process may be handed slots from now on. Before it is told so.
+
+        Raises:
+            LimitExceeded: the table is full. The next daemon would take its slots for nobody's (LAWS A1).
+        """
         row = self._table.add(session, engine)
         if row is None:
-            log.error("writers_max reached: slots of this session are quarantined after a restart")
-            return
+            raise LimitExceeded(
+                f"writers_max = {ROWS_MAX} processes may still write to the kept arena; "
+                "end engines that are not needed, then attach again"
+            )
         self._rows[session] = row
         if pidfd >= 0:
             self._keeper.put({row.name: pidfd})

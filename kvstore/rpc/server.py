@@ -69,10 +69,14 @@ class Peer:
         watched.add(self)
 
     def attached(self, caller: Caller) -> None:
-        """From now on this process may be handed slots."""
-        self._caller = caller
+        """From now on this process may be handed slots.
+
+        Raises:
+            LimitExceeded: so many may already that a next daemon could not be told of it; nothing changed.
+        """
         if caller.copies and self._former.keeping is not None:
             self._former.keeping.attached(self._session, caller.engine.id, self._pidfd)
+        self._caller = caller
 
     def connection_closed(self) -> None:
         """Keep watching only while the process may still write to a slot."""
