@@ -103,13 +103,15 @@ class Daemon:
         """Close every session, remove the socket, drop the arenas (`keep`: the next daemon gets them)."""
         if self.keeping is not None and keep:
             self.keeping.leave()  # first: what the sessions may still write to must not look free
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        self.store.close()
-        if self.keeping is not None and not keep:
-            self.keeping.end()
-        self.keeping = None
+        try:
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+        finally:
+            self.store.close()
+            keeping, self.keeping = self.keeping, None
+            if keeping is not None and not keep:
+                keeping.end()
 
 
 async def serve(
@@ -171,10 +173,19 @@ async def serve(
         notify("STOPPING=1")
         log.info("kvstore stops", keep_arena=keep and daemon.keeping is not None)
     finally:
+        await _end(daemon, house, keep)
+
+
+async def _end(daemon: Daemon, house: Housekeeping | None, keep: bool) -> None:
+    """Close every part, whatever another one raises: a plain stop must not leave the arena behind."""
+    try:
         await daemon.close_api()
-        if house is not None:
-            await house.close()
-        daemon.close(keep=keep)
+    finally:
+        try:
+            if house is not None:
+                await house.close()
+        finally:
+            daemon.close(keep=keep)
 
 
 def _raise_file_limit() -> None:

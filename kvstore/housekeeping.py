@@ -86,14 +86,17 @@ class Housekeeping:
         if self._tasks:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         self._tasks = []
-        if self.metrics is not None:
-            await self.metrics.close()
-        if self._lag is not None:
-            self._lag.close()
-        if self._state is not None:
-            await self._save(self._state)
-            self._state.close()
-            self._state = None
+        state, self._state = self._state, None
+        try:
+            if self.metrics is not None:
+                await self.metrics.close()
+            if self._lag is not None:
+                self._lag.close()
+            if state is not None:
+                await self._save(state)
+        finally:
+            if state is not None:
+                state.close()
 
     async def _reload_always(self, reloader: Reloader) -> None:
         while True:
@@ -124,11 +127,11 @@ class Housekeeping:
             return
         try:
             await write_atomic(state.file, data)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning(
                 "learnt state not saved",
                 path=str(state.file),
-                reason=error.strerror,
+                reason=str(error),
                 fix="make room in daemon.state_dir, or unset it",
             )
             return
