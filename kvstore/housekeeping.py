@@ -102,7 +102,10 @@ class Housekeeping:
         while True:
             await self._hang_up.wait()
             self._hang_up.clear()
-            await reloader.reload()
+            try:
+                await reloader.reload()
+            except Exception:  # a bug of ours costs this reload, not every later one
+                log.exception("configuration not reloaded; the old one goes on")
 
     async def _save_always(self) -> None:
         while self._state is not None:
