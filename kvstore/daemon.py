@@ -146,7 +146,7 @@ async def serve(
         daemon.open(progress)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_stop, False)
-        house = Housekeeping(daemon.store, daemon.salts)
+        house = Housekeeping(daemon.store, daemon.salts, daemon.keeping)
         await house.restore()
         await daemon.open_api()
         daemon.listen(loop, on_stop)  # last of the doors: who waits for this socket finds the others open

@@ -11,6 +11,7 @@ import structlog
 
 from kvstore import learnt
 from kvstore.config import Salts
+from kvstore.keep.keeping import Keeping
 from kvstore.learnt import StateDir
 from kvstore.logs import log_limit
 from kvstore.reloading import Reloader
@@ -33,11 +34,13 @@ class Housekeeping:
     Args:
         store: opened.
         salts: that the store runs with.
+        keeping: what outlives this daemon, None = nothing.
     """
 
-    def __init__(self, store: Store, salts: Salts) -> None:
+    def __init__(self, store: Store, salts: Salts, keeping: Keeping | None = None) -> None:
         self._store = store
         self._salts = salts
+        self._keeping = keeping
         self._hang_up = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._lag: LoopLag | None = None
@@ -66,7 +69,8 @@ class Housekeeping:
             ConfigError: `metrics.listen` cannot be used.
         """
         config, loop = self._store.config, asyncio.get_running_loop()
-        reloader = Reloader(self._store, self._salts, sessions.reconfigure)
+        keep = self._keeping.reconfigure if self._keeping is not None else None
+        reloader = Reloader(self._store, self._salts, sessions.reconfigure, keep)
         self._lag = LoopLag(loop)
         # The only wall clock of the program: for people, no decision rests on it.
         started_s = time.clock_gettime(time.CLOCK_REALTIME)

@@ -86,6 +86,8 @@ class Keeping:
         self._table = table
         self._fds = fds  # taken, and not yet made use of
         self._rows: dict[int, Row] = {}
+        self._facts: Facts | None = None  # as they are kept now, under the name facts.{number}
+        self._facts_number = 0
         self._open = True
 
     @classmethod
@@ -143,9 +145,19 @@ class Keeping:
             fd = now.to_fd()
             self._keeper.put({current: fd})
             os.close(fd)
+            number += 1
         gone = [name for name in old if name != current]
         close_all([self._fds.pop(name) for name in old])
         self._keeper.drop(gone)
+        self._facts, self._facts_number = now, number
+
+    def reconfigure(self, config: Config, salts: Salts) -> None:
+        """A reload changed tenants: the next daemon must find the salts of those who came."""
+        now, before, number = Facts.of(config, salts, __version__), self._facts, self._facts_number
+        self.salts = salts
+        if now != before:
+            self._put_facts(now, before, number)
+            self._keeper.drop([f"facts.{number}"])
 
     def _take_over_rows(self) -> None:
         adopting = any(name.startswith("data.") for name in self._fds)
