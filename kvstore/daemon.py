@@ -142,6 +142,7 @@ async def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload: there is nothing yet that could be reloaded
     daemon = Daemon(config)
     house: Housekeeping | None = None
+    started = False
     try:
         daemon.open(progress)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -166,6 +167,7 @@ async def serve(
         if not config.daemon.secrets_file and not config.daemon.keep_arena:
             fix = "set daemon.secrets_file, or accept that a restarted daemon knows none of its old keys"
             log.warning("no daemon.secrets_file: salts are random and end with this process", fix=fix)
+        started = True
         if ready is not None:
             ready()
         notify("READY=1")
@@ -173,6 +175,8 @@ async def serve(
         notify("STOPPING=1")
         log.info("kvstore stops", keep_arena=keep and daemon.keeping is not None)
     finally:
+        if not started and keep and daemon.keeping is not None:
+            keep = daemon.keeping.give_up_fresh()
         await _end(daemon, house, keep)
 
 

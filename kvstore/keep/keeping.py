@@ -88,6 +88,8 @@ class Keeping:
         self._rows: dict[int, Row] = {}
         self._facts: Facts | None = None  # as they are kept now, under the name facts.{number}
         self._facts_number = 0
+        self._adopted: set[str] = set()
+        self._fresh: list[str] = []  # names of arenas that this daemon made itself
         self._open = True
 
     @classmethod
@@ -179,6 +181,7 @@ class Keeping:
 
     def adopted(self, group: str) -> None:
         """It is in use again; the keeper has it already."""
+        self._adopted.add(group)
         close_all([self._fds.pop(f"{kind}.{group}") for kind in ("data", "ledger")])
 
     def refuse(self, group: str, reason: str) -> None:
@@ -188,7 +191,19 @@ class Keeping:
 
     def hold(self, group: str, fds: Mapping[str, int]) -> None:
         """Keep a fresh arena: {"data": fd, "ledger": fd}."""
-        self._keeper.put({f"{kind}.{group}": fd for kind, fd in fds.items()})
+        named = {f"{kind}.{group}": fd for kind, fd in fds.items()}
+        self._fresh += named
+        self._keeper.put(named)
+
+    def give_up_fresh(self) -> bool:
+        """The daemon could not start: arenas of its own hold nothing, and are kept no longer.
+
+        Returns:
+            Whether there is something left that an earlier daemon filled: `leave` it, else `end`.
+        """
+        self._keeper.drop(self._fresh)
+        self._fresh.clear()
+        return bool(self._adopted) or any(name.startswith("data.") for name in self._fds)
 
     def writers(self) -> dict[bytes, list[int]]:
         """Engine id → numbers of its processes, from before, that may still write."""
