@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvstore import __version__
+from kvstore.checks import Checks
 from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
 from kvstore.housekeeping import Housekeeping
@@ -48,6 +49,7 @@ class Daemon:
         self.keeping: Keeping | None = None
         self._requests = RequestLog(self.store.clock, every=config.daemon.log_level == "debug")
         self._server: SessionServer | None = None
+        self._checks: Checks | None = None
         self.api: GrpcServer | None = None
         """The public API, while it listens."""
 
@@ -72,7 +74,8 @@ class Daemon:
         """Open the socket: from now on engines may attach; `on_stop(keep)` when a tool asks for the end."""
         if self.keeping is not None:
             self.keeping.serve(loop)
-        self._server = SessionServer(self.store, loop, self.keeping, on_stop, self._requests)
+        checks = self._checks_on(loop)
+        self._server = SessionServer(self.store, loop, self.keeping, on_stop, self._requests, checks)
         self._server.open()
 
     @property
@@ -90,8 +93,15 @@ class Daemon:
         if self.config.grpc.listen:
             from kvstore.rpc.api.server import GrpcServer  # half of a start-up's imports, not needed when off
 
-            self.api = GrpcServer(self.store, requests=self._requests)
+            checks = self._checks_on(asyncio.get_running_loop())
+            self.api = GrpcServer(self.store, requests=self._requests, checks=checks)
             await self.api.open()
+
+    def _checks_on(self, loop: asyncio.AbstractEventLoop) -> Checks:
+        """One for all doors: two that run at once would check everything twice."""
+        if self._checks is None:
+            self._checks = Checks(self.store, loop)
+        return self._checks
 
     async def close_api(self) -> None:
         """End the gRPC API: calls may finish within `grpc.stop_s`."""
@@ -107,6 +117,8 @@ class Daemon:
             if self._server is not None:
                 self._server.close()
                 self._server = None
+            if self._checks is not None:  # the sessions' door may never have opened
+                self._checks.close()
         finally:
             self.store.close()
             keeping, self.keeping = self.keeping, None

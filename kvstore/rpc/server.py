@@ -147,6 +147,7 @@ class SessionServer:
         keeping: what outlives this daemon, None = nothing.
         on_stop: called when a tool asks the daemon to end; whether what is kept shall stay.
         requests: shared with other doors of the daemon; None = one of its own.
+        checks: of the store, when others ask for them too; opened and closed here.
     """
 
     def __init__(
@@ -156,13 +157,14 @@ class SessionServer:
         keeping: Keeping | None = None,
         on_stop: Callable[[bool], None] | None = None,
         requests: RequestLog | None = None,
+        checks: Checks | None = None,
     ) -> None:
         self._store = store
         self._former = FormerWriters(store, loop, keeping)
         self._on_stop = on_stop
         self._loop = loop
         self._config = store.config.daemon
-        self._checks = Checks(store, loop)
+        self._checks = checks or Checks(store, loop)
         self._later = Later(loop)
         self._path = Path(self._config.socket)
         self._listener: socket.socket | None = None
