@@ -1,4 +1,4 @@
-"""Datagrams with descriptors to somebody who may be slow: in order, and never waited for on the event loop."""
+"""Datagrams with descriptors to somebody who may be slow: in order, and the event loop never waits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Datagrams:
         self._deaf = False  # it has let us wait in vain: not again before it reads
 
     def send(self, text: str, fds: Iterable[int] = ()) -> None:
-        """Send after everything that waits; the descriptors stay the caller's. Never raises for the reader."""
+        """Send after everything that waits; the descriptors stay the caller's. Never raises for it."""
         if not self._address:
             return
         if len(self._waiting) >= WAITING_MAX:

@@ -60,7 +60,7 @@ class SystemdStore:
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self._environ = environ
         self._names: set[str] = set()
-        self._manager = Datagrams(notify_address(environ.get("NOTIFY_SOCKET", "")))
+        self._words = Datagrams(notify_address(environ.get("NOTIFY_SOCKET", "")))
 
     def take(self) -> dict[str, int]:
         names = self._environ.pop("LISTEN_FDNAMES", "").split(":")
@@ -84,20 +84,20 @@ class SystemdStore:
                 self.drop([name])
             self._names.add(name)
             # FDPOLL=0: the pidfd of a process that ended must stay until we have seen it.
-            self._manager.send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [fd])
+            self._words.send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [fd])
 
     def drop(self, names: Iterable[str]) -> None:
         for name in names:
             self._names.discard(name)
-            self._manager.send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+            self._words.send(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._manager.serve(loop)
+        self._words.serve(loop)
 
     def leave(self) -> None:
-        self._manager.close()
+        self._words.close()
 
     def end(self) -> None:
-        self._manager.leave()
+        self._words.leave()
         self.drop(sorted(self._names))
-        self._manager.close()
+        self._words.close()

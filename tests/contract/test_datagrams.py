@@ -48,7 +48,8 @@ class SlowReader:
                         readable.clear()
                         await readable.wait()
                         continue
-                    names.append(dict(line.partition("=")[::2] for line in data.decode().split("\n"))["FDNAME"])
+                    lines = dict(line.partition("=")[::2] for line in data.decode().split("\n"))
+                    names.append(lines["FDNAME"])
                     for fd in fds:
                         assert os.pread(fd, 100, 0).decode() == names[-1]
                         os.close(fd)
@@ -72,10 +73,10 @@ def put(store: SystemdStore, name: str) -> None:
 
 
 def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_a_slow_service_manager_does_not_hold_the_loop_and_hears_everything(reader: SlowReader) -> None:
+async def test_a_slow_systemd_does_not_hold_the_loop_and_hears_everything(reader: SlowReader) -> None:
     store = SystemdStore({"NOTIFY_SOCKET": str(reader.path)})
     before = open_fds()
     store.serve(asyncio.get_running_loop())
@@ -102,7 +103,7 @@ async def test_what_it_does_not_read_is_bounded_and_an_end_does_not_wait_for_eve
     with capture_logs() as lines:
         store.drop(f"peer.{number}" for number in range(3 * WAITING_MAX))
         put(store, "data.a")
-    assert len(store._manager._waiting) == WAITING_MAX
+    assert len(store._words._waiting) == WAITING_MAX
     assert {line["event"] for line in lines} == {"the service manager does not read; not told"}
     began_s = time.monotonic()
     store.end()
@@ -110,7 +111,7 @@ async def test_what_it_does_not_read_is_bounded_and_an_end_does_not_wait_for_eve
     assert open_fds() == before
 
 
-async def test_a_service_manager_that_was_replaced_is_told_too(reader: SlowReader) -> None:
+async def test_a_systemd_that_was_replaced_is_told_too(reader: SlowReader) -> None:
     store = SystemdStore({"NOTIFY_SOCKET": str(reader.path)})
     store.serve(asyncio.get_running_loop())
     put(store, "first")

@@ -27,7 +27,14 @@ async def attach(path: Path, role: str, engine: bytes) -> tuple[Any, asyncio.Str
     part = (0, layout.layers, 0, layout.kv_heads)
     names, shape = namespace_of(layout, "model"), wire_layout(layout)
     ask = m.Attach(
-        m.PROTOCOL_VERSION, role, engine, names, shape, part, ["default"], keys.test_vector()  # type: ignore[arg-type]
+        m.PROTOCOL_VERSION,
+        role,
+        engine,
+        names,
+        shape,
+        part,
+        ["default"],
+        keys.test_vector(),  # type: ignore[arg-type]
     )
     reader, writer = await asyncio.open_unix_connection(path)
     payload = msgspec.msgpack.encode(m.RequestFrame(1, ask))
