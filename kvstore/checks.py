@@ -71,9 +71,12 @@ def in_slices(groups: Iterable[Group]) -> Slices:
     for group in groups:
         try:
             settled = yield from _group(group)
-        except RuntimeError as error:
-            group.checked = Checked(group.clock.now(), False, str(error))
-            raise RuntimeError(f"group {group.name}: {error}") from error
+        except Exception as error:  # a check that trips over what it finds has found something, too
+            if not isinstance(error, RuntimeError):
+                log.exception("bug in a check", group=group.name)
+            broken = str(error) if isinstance(error, RuntimeError) else f"the check failed: {error!r}"
+            group.checked = Checked(group.clock.now(), False, broken)
+            raise RuntimeError(f"group {group.name}: {broken}") from error
         group.checked = Checked(group.clock.now(), settled, "")
         complete = complete and settled
     return complete

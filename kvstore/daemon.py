@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvstore import __version__
+from kvstore.checks import Checks
 from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
 from kvstore.housekeeping import Housekeeping
@@ -48,6 +49,7 @@ class Daemon:
         self.keeping: Keeping | None = None
         self._requests = RequestLog(self.store.clock, every=config.daemon.log_level == "debug")
         self._server: SessionServer | None = None
+        self._checks: Checks | None = None
         self.api: GrpcServer | None = None
         """The public API, while it listens."""
 
@@ -72,7 +74,8 @@ class Daemon:
         """Open the socket: from now on engines may attach; `on_stop(keep)` when a tool asks for the end."""
         if self.keeping is not None:
             self.keeping.serve(loop)
-        self._server = SessionServer(self.store, loop, self.keeping, on_stop, self._requests)
+        checks = self._checks_on(loop)
+        self._server = SessionServer(self.store, loop, self.keeping, on_stop, self._requests, checks)
         self._server.open()
 
     @property
@@ -90,8 +93,15 @@ class Daemon:
         if self.config.grpc.listen:
             from kvstore.rpc.api.server import GrpcServer  # half of a start-up's imports, not needed when off
 
-            self.api = GrpcServer(self.store, requests=self._requests)
+            checks = self._checks_on(asyncio.get_running_loop())
+            self.api = GrpcServer(self.store, requests=self._requests, checks=checks)
             await self.api.open()
+
+    def _checks_on(self, loop: asyncio.AbstractEventLoop) -> Checks:
+        """One for all doors: two that run at once would check everything twice."""
+        if self._checks is None:
+            self._checks = Checks(self.store, loop)
+        return self._checks
 
     async def close_api(self) -> None:
         """End the gRPC API: calls may finish within `grpc.stop_s`."""
@@ -103,13 +113,17 @@ class Daemon:
         """Close every session, remove the socket, drop the arenas (`keep`: the next daemon gets them)."""
         if self.keeping is not None and keep:
             self.keeping.leave()  # first: what the sessions may still write to must not look free
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        self.store.close()
-        if self.keeping is not None and not keep:
-            self.keeping.end()
-        self.keeping = None
+        try:
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+            if self._checks is not None:  # the sessions' door may never have opened
+                self._checks.close()
+        finally:
+            self.store.close()
+            keeping, self.keeping = self.keeping, None
+            if keeping is not None and not keep:
+                keeping.end()
 
 
 async def serve(
@@ -140,11 +154,12 @@ async def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload: there is nothing yet that could be reloaded
     daemon = Daemon(config)
     house: Housekeeping | None = None
+    started = False
     try:
         daemon.open(progress)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_stop, False)
-        house = Housekeeping(daemon.store, daemon.salts)
+        house = Housekeeping(daemon.store, daemon.salts, daemon.keeping)
         await house.restore()
         await daemon.open_api()
         daemon.listen(loop, on_stop)  # last of the doors: who waits for this socket finds the others open
@@ -164,6 +179,7 @@ async def serve(
         if not config.daemon.secrets_file and not config.daemon.keep_arena:
             fix = "set daemon.secrets_file, or accept that a restarted daemon knows none of its old keys"
             log.warning("no daemon.secrets_file: salts are random and end with this process", fix=fix)
+        started = True
         if ready is not None:
             ready()
         notify("READY=1")
@@ -171,10 +187,21 @@ async def serve(
         notify("STOPPING=1")
         log.info("kvstore stops", keep_arena=keep and daemon.keeping is not None)
     finally:
+        if not started and keep and daemon.keeping is not None:
+            keep = daemon.keeping.give_up_fresh()
+        await _end(daemon, house, keep)
+
+
+async def _end(daemon: Daemon, house: Housekeeping | None, keep: bool) -> None:
+    """Close every part, whatever another one raises: a plain stop must not leave the arena behind."""
+    try:
         await daemon.close_api()
-        if house is not None:
-            await house.close()
-        daemon.close(keep=keep)
+    finally:
+        try:
+            if house is not None:
+                await house.close()
+        finally:
+            daemon.close(keep=keep)
 
 
 def _raise_file_limit() -> None:

@@ -90,5 +90,6 @@ def _leave(group: Group, engine: Engine, session: int) -> Iterator[None]:
 
 
 def _forget(group: Group, engine: Engine) -> None:
-    if not engine.sessions and not engine.writers:
-        group.engines.pop(engine.id, None)
+    # Work in slices may end when the engine has left already and another has come under its id.
+    if not engine.sessions and not engine.writers and group.engines.get(engine.id) is engine:
+        del group.engines[engine.id]

@@ -11,6 +11,7 @@ import structlog
 
 from kvstore import learnt
 from kvstore.config import Salts
+from kvstore.keep.keeping import Keeping
 from kvstore.learnt import StateDir
 from kvstore.logs import log_limit
 from kvstore.reloading import Reloader
@@ -33,11 +34,13 @@ class Housekeeping:
     Args:
         store: opened.
         salts: that the store runs with.
+        keeping: what outlives this daemon, None = nothing.
     """
 
-    def __init__(self, store: Store, salts: Salts) -> None:
+    def __init__(self, store: Store, salts: Salts, keeping: Keeping | None = None) -> None:
         self._store = store
         self._salts = salts
+        self._keeping = keeping
         self._hang_up = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._lag: LoopLag | None = None
@@ -66,7 +69,8 @@ class Housekeeping:
             ConfigError: `metrics.listen` cannot be used.
         """
         config, loop = self._store.config, asyncio.get_running_loop()
-        reloader = Reloader(self._store, self._salts, sessions.reconfigure)
+        keep = self._keeping.reconfigure if self._keeping is not None else None
+        reloader = Reloader(self._store, self._salts, sessions.reconfigure, keep)
         self._lag = LoopLag(loop)
         # The only wall clock of the program: for people, no decision rests on it.
         started_s = time.clock_gettime(time.CLOCK_REALTIME)
@@ -86,20 +90,26 @@ class Housekeeping:
         if self._tasks:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         self._tasks = []
-        if self.metrics is not None:
-            await self.metrics.close()
-        if self._lag is not None:
-            self._lag.close()
-        if self._state is not None:
-            await self._save(self._state)
-            self._state.close()
-            self._state = None
+        state, self._state = self._state, None
+        try:
+            if self.metrics is not None:
+                await self.metrics.close()
+            if self._lag is not None:
+                self._lag.close()
+            if state is not None:
+                await self._save(state)
+        finally:
+            if state is not None:
+                state.close()
 
     async def _reload_always(self, reloader: Reloader) -> None:
         while True:
             await self._hang_up.wait()
             self._hang_up.clear()
-            await reloader.reload()
+            try:
+                await reloader.reload()
+            except Exception:  # a bug of ours costs this reload, not every later one
+                log.exception("configuration not reloaded; the old one goes on")
 
     async def _save_always(self) -> None:
         while self._state is not None:
@@ -124,11 +134,11 @@ class Housekeeping:
             return
         try:
             await write_atomic(state.file, data)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning(
                 "learnt state not saved",
                 path=str(state.file),
-                reason=error.strerror,
+                reason=str(error),
                 fix="make room in daemon.state_dir, or unset it",
             )
             return

@@ -11,15 +11,20 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import structlog
 
 from kvstore.errors import ConfigError
 from kvstore.meters import PREFILL_STEPS_MAX, Meters, PrefillStep
+from kvstore.small_files import FILE_BYTES_MAX
 
 __all__ = ["FILE_NAME", "StateDir", "restore", "written"]
+
+log = structlog.get_logger()
 
 FILE_NAME = "learnt.json"
 _FORMAT, _VERSION = "kvstore-learnt", 1
@@ -41,12 +46,23 @@ class _File(msgspec.Struct):
 
 
 def written(meters: Mapping[str, Meters]) -> bytes:
-    """The file for these groups."""
-    groups = {
-        name: _Group([(step.tokens, step.seconds) for step in of.prefill_steps])
-        for name, of in meters.items()
-    }
-    return msgspec.json.format(msgspec.json.encode(_File(_FORMAT, _VERSION, groups)), indent=1)
+    """The file for these groups, at most FILE_BYTES_MAX: of very many, only the latest steps of each."""
+    most = PREFILL_STEPS_MAX
+    while len(data := _written(meters, most)) > FILE_BYTES_MAX:
+        most //= 2  # with 0 there is no group left either
+    if most < PREFILL_STEPS_MAX:
+        log.warning("learnt state cut to its latest steps", steps_of_each_group=most, groups=len(meters))
+    return data
+
+
+def _written(meters: Mapping[str, Meters], most: int) -> bytes:
+    groups = {}
+    for name, of in meters.items():
+        latest = islice(of.prefill_steps, max(0, len(of.prefill_steps) - most), None)
+        steps = [(step.tokens, step.seconds) for step in latest]
+        if steps:
+            groups[name] = _Group(steps)
+    return msgspec.json.encode(_File(_FORMAT, _VERSION, groups))
 
 
 def restore(data: bytes, meters: Mapping[str, Meters]) -> None:

@@ -111,12 +111,20 @@ class Reloader:
         store: gets limits and tenants.
         salts: that run now.
         tell: others who hold limits of [daemon].
+        keep: told of what the next daemon has to know; None = nothing is kept.
     """
 
-    def __init__(self, store: Store, salts: Salts, tell: Callable[[DaemonConfig], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        salts: Salts,
+        tell: Callable[[DaemonConfig], None],
+        keep: Callable[[Config, Salts], None] | None = None,
+    ) -> None:
         self._store = store
         self._salts = salts
         self._tell = tell
+        self._keep = keep
         self._origin = store.config.origin
 
     async def reload(self) -> None:
@@ -135,6 +143,8 @@ class Reloader:
         for group in store.groups.values():
             group.reconfigure(config)
         self._tell(config.daemon)
+        if self._keep is not None:
+            self._keep(config, salts)
         set_level(config.daemon.log_level)
         for key in changed.restart:
             log.warning("configuration key not applied", key=key, fix="restart to apply")

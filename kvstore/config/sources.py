@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -30,9 +31,10 @@ def parse_bytes(text: str | int, key: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = _SIZE.fullmatch(str(text).strip())
-    if match is None:
-        raise ConfigError(f"{key}: {text!r} is not a size; write e.g. 4GiB, 512MiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    size = float(match[1]) * _UNITS[(match[2] or "").lower()] if match is not None else math.inf
+    if math.isinf(size):  # hundreds of digits are too
+        raise ConfigError(f"{key}: {text!r:.80} is not a size; write e.g. 4GiB, 512MiB or a number of bytes")
+    return int(size)
 
 
 def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
         raise ConfigError(f"{file}: no such configuration file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, tables without end
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
 
 

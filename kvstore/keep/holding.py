@@ -30,6 +30,8 @@ _CALL_S = 5.0
 _FORMER_S = 60.0
 _ASK_AGAIN_S = 0.02
 _RESTART_S, _RESTART_MAX_S = 0.5, 60.0
+# A holder that has lived for so long was well: what ended it is no reason to wait longer for the next.
+_HEALTHY_S = 60.0
 # Packets that wait for a holder that does not read; a session is two. Then it is replaced.
 _WAITING_MAX = 4096
 
@@ -81,6 +83,7 @@ class Holding:
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: deque[tuple[dict[str, Any], list[int]]] = deque()
         self._pause_s = _RESTART_S
+        self._watched_s = 0.0  # since when, by the loop's clock
 
     # ---- begin ---------------------------------------------------------------------------------------------
 
@@ -227,6 +230,7 @@ class Holding:
     def _watch(self, sock: socket.socket) -> None:
         assert self._loop is not None
         sock.setblocking(False)
+        self._watched_s = self._loop.time()
         self._loop.add_reader(sock.fileno(), self._readable)
         if self._waiting:
             self._loop.add_writer(sock.fileno(), self._flush)
@@ -255,6 +259,8 @@ class Holding:
             has_ended(self._pidfd, 1.0)
         self._reap()
         if self._loop is not None:
+            if self._loop.time() - self._watched_s >= _HEALTHY_S:
+                self._pause_s = _RESTART_S
             self._timer = self._loop.call_later(self._pause_s, self._restart)
             self._pause_s = min(2 * self._pause_s, _RESTART_MAX_S)
 

@@ -18,12 +18,13 @@ import structlog
 
 from kvstore import __version__
 from kvstore.config import Config, Salts
+from kvstore.errors import LimitExceeded
 from kvstore.keep.base import Keeper
 from kvstore.keep.facts import Facts
 from kvstore.keep.holding import Holding, end_leftover, holder_path
 from kvstore.keep.systemd import SystemdStore, offers_store
 from kvstore.keep.wire import close_all
-from kvstore.keep.writers import Row, WriterTable
+from kvstore.keep.writers import ROWS_MAX, Row, WriterTable
 
 __all__ = ["FormerWriter", "Keeping", "KeptArena", "let_go_of_leftovers"]
 
@@ -85,6 +86,10 @@ class Keeping:
         self._table = table
         self._fds = fds  # taken, and not yet made use of
         self._rows: dict[int, Row] = {}
+        self._facts: Facts | None = None  # as they are kept now, under the name facts.{number}
+        self._facts_number = 0
+        self._adopted: set[str] = set()
+        self._fresh: list[str] = []  # names of arenas that this daemon made itself
         self._open = True
 
     @classmethod
@@ -142,9 +147,19 @@ class Keeping:
             fd = now.to_fd()
             self._keeper.put({current: fd})
             os.close(fd)
+            number += 1
         gone = [name for name in old if name != current]
         close_all([self._fds.pop(name) for name in old])
         self._keeper.drop(gone)
+        self._facts, self._facts_number = now, number
+
+    def reconfigure(self, config: Config, salts: Salts) -> None:
+        """A reload changed tenants: the next daemon must find the salts of those who came."""
+        now, before, number = Facts.of(config, salts, __version__), self._facts, self._facts_number
+        self.salts = salts
+        if now != before:
+            self._put_facts(now, before, number)
+            self._keeper.drop([f"facts.{number}"])
 
     def _take_over_rows(self) -> None:
         adopting = any(name.startswith("data.") for name in self._fds)
@@ -166,6 +181,7 @@ class Keeping:
 
     def adopted(self, group: str) -> None:
         """It is in use again; the keeper has it already."""
+        self._adopted.add(group)
         close_all([self._fds.pop(f"{kind}.{group}") for kind in ("data", "ledger")])
 
     def refuse(self, group: str, reason: str) -> None:
@@ -175,7 +191,19 @@ class Keeping:
 
     def hold(self, group: str, fds: Mapping[str, int]) -> None:
         """Keep a fresh arena: {"data": fd, "ledger": fd}."""
-        self._keeper.put({f"{kind}.{group}": fd for kind, fd in fds.items()})
+        named = {f"{kind}.{group}": fd for kind, fd in fds.items()}
+        self._fresh += named
+        self._keeper.put(named)
+
+    def give_up_fresh(self) -> bool:
+        """The daemon could not start: arenas of its own hold nothing, and are kept no longer.
+
+        Returns:
+            Whether there is something left that an earlier daemon filled: `leave` it, else `end`.
+        """
+        self._keeper.drop(self._fresh)
+        self._fresh.clear()
+        return bool(self._adopted) or any(name.startswith("data.") for name in self._fds)
 
     def writers(self) -> dict[bytes, list[int]]:
         """Engine id → numbers of its processes, from before, that may still write."""
@@ -187,11 +215,17 @@ class Keeping:
     # ---- writers -------------------------------------------------------------------------------------------
 
     def attached(self, session: int, engine: bytes, pidfd: int) -> None:
-        """A process may be handed slots from now on. Before it is told so."""
+        """A process may be handed slots from now on. Before it is told so.
+
+        Raises:
+            LimitExceeded: the table is full. The next daemon would take its slots for nobody's (LAWS A1).
+        """
         row = self._table.add(session, engine)
         if row is None:
-            log.error("writers_max reached: slots of this session are quarantined after a restart")
-            return
+            raise LimitExceeded(
+                f"writers_max = {ROWS_MAX} processes may still write to the kept arena; "
+                "end engines that are not needed, then attach again"
+            )
         self._rows[session] = row
         if pidfd >= 0:
             self._keeper.put({row.name: pidfd})

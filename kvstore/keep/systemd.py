@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 
 import structlog
 
+from kvstore.keep.datagrams import Datagrams, notify_address
 from kvstore.keep.wire import is_name
 
 __all__ = ["SystemdStore", "notify", "offers_store"]
@@ -30,22 +31,19 @@ def offers_store(environ: Mapping[str, str]) -> bool:
     return "NOTIFY_SOCKET" in environ and (stored or "LISTEN_FDNAMES" in environ)
 
 
-def notify(state: str, fds: Iterable[int] = (), environ: Mapping[str, str] | None = None) -> bool:
-    """Tell the service manager; False when there is none or it cannot hear. Never raises for that."""
-    address = (os.environ if environ is None else environ).get("NOTIFY_SOCKET", "")
-    if not address.startswith(("/", "@")):
+def notify(state: str) -> bool:
+    """Tell the service manager; False when there is none or it cannot hear. Never raises for that.
+
+    Waits for a second at most: for a service's first and last word.
+    """
+    address = notify_address(os.environ.get("NOTIFY_SOCKET", ""))
+    if not address:
         return False
-    if address.startswith("@"):
-        address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.settimeout(1.0)
             sock.connect(address)
-            passed = list(fds)
-            if passed:
-                socket.send_fds(sock, [state.encode()], passed, socket.MSG_NOSIGNAL)
-            else:
-                sock.send(state.encode(), socket.MSG_NOSIGNAL)
+            sock.send(state.encode(), socket.MSG_NOSIGNAL)
     except OSError as error:
         log.warning("the service manager does not hear us", reason=str(error))
         return False
@@ -62,6 +60,7 @@ class SystemdStore:
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self._environ = environ
         self._names: set[str] = set()
+        self._words = Datagrams(notify_address(environ.get("NOTIFY_SOCKET", "")))
 
     def take(self) -> dict[str, int]:
         names = self._environ.pop("LISTEN_FDNAMES", "").split(":")
@@ -85,18 +84,20 @@ class SystemdStore:
                 self.drop([name])
             self._names.add(name)
             # FDPOLL=0: the pidfd of a process that ended must stay until we have seen it.
-            notify(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [fd], self._environ)
+            self._words.send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [fd])
 
     def drop(self, names: Iterable[str]) -> None:
         for name in names:
             self._names.discard(name)
-            notify(f"FDSTOREREMOVE=1\nFDNAME={name}", (), self._environ)
+            self._words.send(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Nothing: a datagram to the service manager does not wait."""
+        self._words.serve(loop)
 
     def leave(self) -> None:
-        """Nothing: the service manager has what it has."""
+        self._words.close()
 
     def end(self) -> None:
+        self._words.leave()
         self.drop(sorted(self._names))
+        self._words.close()

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Row", "WriterTable"]
+__all__ = ["ROWS_MAX", "Row", "WriterTable"]
 
 # daemon.sessions_max is at most 65,536; as many again may be left from the daemon before.
 ROWS_MAX = 1 << 17

@@ -69,10 +69,14 @@ class Peer:
         watched.add(self)
 
     def attached(self, caller: Caller) -> None:
-        """From now on this process may be handed slots."""
-        self._caller = caller
+        """From now on this process may be handed slots.
+
+        Raises:
+            LimitExceeded: so many may already that a next daemon could not be told of it; nothing changed.
+        """
         if caller.copies and self._former.keeping is not None:
             self._former.keeping.attached(self._session, caller.engine.id, self._pidfd)
+        self._caller = caller
 
     def connection_closed(self) -> None:
         """Keep watching only while the process may still write to a slot."""
@@ -143,6 +147,7 @@ class SessionServer:
         keeping: what outlives this daemon, None = nothing.
         on_stop: called when a tool asks the daemon to end; whether what is kept shall stay.
         requests: shared with other doors of the daemon; None = one of its own.
+        checks: of the store, when others ask for them too; opened and closed here.
     """
 
     def __init__(
@@ -152,13 +157,14 @@ class SessionServer:
         keeping: Keeping | None = None,
         on_stop: Callable[[bool], None] | None = None,
         requests: RequestLog | None = None,
+        checks: Checks | None = None,
     ) -> None:
         self._store = store
         self._former = FormerWriters(store, loop, keeping)
         self._on_stop = on_stop
         self._loop = loop
         self._config = store.config.daemon
-        self._checks = Checks(store, loop)
+        self._checks = checks or Checks(store, loop)
         self._later = Later(loop)
         self._path = Path(self._config.socket)
         self._listener: socket.socket | None = None

@@ -162,11 +162,11 @@ class Session:
                 self.store.epoch, self.number, b"", {}, 0, _native.KEYS_MAX, daemon.heartbeat_s, 0
             ), ()
         caller, roots = caller_of(self.store, ask, self.number)
+        self.peer.attached(caller)  # first: it may refuse
         engines.attach(caller)
         self.caller = caller
         # A scheduler copies nothing: there is no layout of its own to prove.
         self.proven = ask.role == "scheduler"
-        self.peer.attached(caller)
         arena = caller.group.arena
         self.who |= {"engine": caller.engine.id.hex(), "tenant": ",".join(caller.tenants)}
         log.info("session attached", **self.who, pid=self.peer.pid, role=ask.role)

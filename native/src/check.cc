@@ -82,6 +82,8 @@ void Checker::slot(std::uint32_t slab, std::uint32_t index) {
     broken("pool: slot", id, "READY for a node that does not name it, or the reverse");
   if (r.state == SlotState::kReady) ready(id, r.node);
   if (r.state == SlotState::kFilling) filling(id, r.node);
+  if ((r.state == SlotState::kDraining) != (pool.draining_.find(id) != kNone))
+    broken("pool: slot", id, "DRAINING but waits for no reader, or the reverse");
 }
 
 void Checker::ready(SlotId slot, NodeId node) const {
@@ -144,6 +146,8 @@ void Checker::node(NodeId id) {
   if (host_ != nullptr) bytes(id, n);
   ++live_;
   roots_ += n.depth == 0;
+  if (n.pins == 0 && host_ != nullptr && host_->drains_.contains(id))
+    broken("pool: node", id, "DRAINING slots wait for it, but nobody reads below it");
   pins_ += n.pins;
   pinned_ += n.pins > 0;
   if (!settled()) return;

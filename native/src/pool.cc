@@ -152,15 +152,15 @@ void HostPool::pinned(NodeId node) {
 
 void HostPool::unpinned(NodeId node) {
   unref(node);
-  for (std::size_t i = 0; i < draining_.size();) {
-    std::erase(draining_[i].readers, node);
-    if (!draining_[i].readers.empty()) {
-      ++i;
+  const auto waiting = drains_.extract(node);
+  if (waiting.empty()) return;
+  for (SlotId slot : waiting.mapped()) {
+    const std::uint32_t readers = draining_.find(slot) - 1;
+    if (readers > 0) {
+      draining_.set(slot, readers);
       continue;
     }
-    const SlotId slot = draining_[i].slot;
-    draining_[i] = std::move(draining_.back());
-    draining_.pop_back();
+    draining_.erase(slot);
     take_back(record(slot).node, slot, SlotState::kDraining);
   }
 }
@@ -242,7 +242,7 @@ bool HostPool::drop(NodeId node) {
 
 bool HostPool::forget(NodeId node) {
   if (!index_.live(node) || index_.node(node).host_slot == kNone) return false;
-  std::vector<NodeId> readers = index_.pinned_below(node);
+  const std::vector<NodeId> readers = index_.pinned_below(node);
   const SlotId slot = index_.node(node).host_slot;
   index_.node(node).host_slot = kNone;
   removed(node);
@@ -251,7 +251,8 @@ bool HostPool::forget(NodeId node) {
     return true;
   }
   move(slot, SlotState::kReady, SlotState::kDraining);
-  draining_.push_back({slot, std::move(readers)});
+  draining_.set(slot, static_cast<std::uint32_t>(readers.size()));
+  for (NodeId reader : readers) drains_[reader].push_back(slot);
   return true;
 }
 
@@ -318,7 +319,7 @@ HostCounts HostPool::counts() const noexcept {
 }
 
 std::size_t HostPool::memory_bytes() const noexcept {
-  std::size_t bytes = policy_.memory_bytes() + fills_.memory_bytes();
+  std::size_t bytes = policy_.memory_bytes() + fills_.memory_bytes() + draining_.memory_bytes();
   for (const auto& slab : records_) bytes += slab.capacity() * sizeof(Record);
   return bytes;
 }

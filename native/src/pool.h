@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "arena.h"
@@ -146,10 +147,6 @@ class HostPool final : public Place {
     SlotId older = kNone;     // FILLING: the node's next older FILLING slot
     double since_s = 0;       // FILLING: when it was handed out
   };
-  struct Draining {
-    SlotId slot;
-    std::vector<NodeId> readers;  // nodes that were pinned at the drop and have been ever since
-  };
 
   Record& record(SlotId slot) { const Slabs::Spot p = slabs_.locate(slot); return records_[p.slab][p.index]; }
   const Record& record(SlotId slot) const { return const_cast<HostPool*>(this)->record(slot); }
@@ -182,7 +179,9 @@ class HostPool final : public Place {
   std::vector<std::vector<Record>> records_;  // by slab, by index: 24 B per slot
   Policy policy_;                             // ids are nodes, queues are size classes
   IdMap fills_;                               // node -> its newest FILLING slot
-  std::vector<Draining> draining_;
+  IdMap draining_;                            // DRAINING slot -> how many of its readers are left
+  // Reader -> the slots that wait for it: it was pinned when they were dropped, and has been ever since.
+  std::unordered_map<NodeId, std::vector<SlotId>> drains_;
   std::size_t by_state_[4] = {};              // FREE is not counted here: slabs_ knows
   std::size_t used_bytes_ = 0;
   std::vector<Key> removed_;

@@ -200,3 +200,24 @@ def test_an_engine_that_attaches_again_gets_its_slots_back_at_once(stage: Scene)
     engine.close()
     other.close()
     daemon.assert_quiet()
+
+
+def test_a_tenant_that_came_by_a_reload_finds_its_blocks_after_a_restart(stage: Scene) -> None:
+    """Its random salt is kept like those of the first hour."""
+    one = '[[tenants]]\nname = "a"\n'
+    daemon = stage.start_daemon(tenants=one, **KEEP)
+    with daemon.config.open("a") as file:
+        file.write('[[tenants]]\nname = "b"\n')
+    daemon.send(signal.SIGHUP)
+    eventually(lambda: events(daemon, "configuration reloaded"), "reloaded")
+    for tenant, blocks in (("a", 5), ("b", 7)):
+        engine = stage.engine(layout=BIG, tenant=tenant)
+        engine.saved(1, blocks)
+        engine.close()
+    daemon.end(signal.SIGKILL)
+    daemon.start()
+    for tenant, blocks in (("b", 7), ("a", 5)):
+        engine = stage.engine(layout=BIG, tenant=tenant)
+        assert hit_of(engine, 1, blocks) == blocks, tenant
+        engine.close()
+    daemon.assert_quiet()

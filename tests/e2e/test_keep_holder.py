@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -267,3 +268,34 @@ def test_systemd_keeps_it_too(stage: Scene) -> None:
 def test_the_holders_door_is_its_owners(stage: Scene) -> None:
     daemon = stage.start_daemon(**KEEP)
     assert Path(f"{daemon.socket}.keep").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_start_that_fails_keeps_what_was_there_and_nothing_of_its_own(stage: Scene) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f'listen = "127.0.0.1:{taken.getsockname()[1]}"'
+        folder = stage.folder / "d"
+        folder.mkdir()
+        settings = {"daemon.keep_arena": "true", "metrics.listen": '""'}
+        daemon: RealDaemon = stage.keep(RealDaemon(folder, settings))
+        edit(daemon, '[metrics]\nlisten = ""', f"[metrics]\n{address}")
+        daemon.start(wait=False)
+        assert daemon.process.wait(WAIT_S) == 2
+        assert "metrics.listen" in daemon.said()
+        nothing_is_left_of(daemon)
+
+        edit(daemon, address, 'listen = ""')
+        daemon.start()
+        engine = FakeEngine(daemon.socket, layout=BIG, limits=IMPATIENT).attached()
+        try:
+            engine.saved(1, 5)
+            daemon.end(signal.SIGKILL)
+            edit(daemon, '[metrics]\nlisten = ""', f"[metrics]\n{address}")
+            daemon.start(wait=False)
+            assert daemon.process.wait(WAIT_S) == 2
+            edit(daemon, address, 'listen = ""')
+            daemon.start()
+            attached_again(engine, 2)
+            assert hit_of(engine, 1, 5) == 5
+        finally:
+            engine.close()
+    daemon.assert_quiet()

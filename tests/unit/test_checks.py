@@ -117,6 +117,23 @@ def test_a_broken_law_is_named_and_raises_an_alarm_until_it_holds_again(
     assert _shown(store)["checked"]["ok"] is True
 
 
+def test_a_check_that_trips_over_what_it_finds_ends_the_run_and_says_so(
+    store: StoreDriver, session: SessionDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = HandLoop()
+    checks = Checks(store.store, loop.loop)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.caller.group, "check_counters", lambda: {}["gone"])
+        answers = asked(checks)
+        loop.run()
+        assert len(answers) == 1
+        assert "the check failed: KeyError('gone')" in answers[0].broken
+        assert "KeyError" in str(_shown(store)["alarm"])
+    again = asked(checks)
+    loop.run()
+    assert again == [CheckReport("", complete=True)], "the next run is not held up by it"
+
+
 def _shown(store: StoreDriver) -> dict:
     return status(store.store)["groups"]["default"]  # type: ignore[index]
 

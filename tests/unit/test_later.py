@@ -111,3 +111,19 @@ def test_slices_of_different_work_take_turns_and_a_bug_costs_only_its_own(loop: 
     later.close()
     loop.run()
     assert done[5:] == ["c0"]
+
+
+def test_work_for_an_engine_that_left_does_not_take_its_successor_along(
+    store: StoreDriver, loop: HandLoop
+) -> None:
+    group = store.group()
+    writer = store.attach(layout=LAYOUT)
+    for number in range(FILLINGS_SLICE + 20):
+        writer.reserve(writer.chain(range(number, number + 4)))
+    writer.die()  # two pieces of work, each of two slices: its socket closed, its process ended
+    assert loop.turn()
+    assert not group.engines
+    successor = store.attach(layout=LAYOUT, engine=writer.engine.id)
+    assert successor.engine is not writer.engine
+    loop.run()
+    assert group.engines == {writer.engine.id: successor.engine}

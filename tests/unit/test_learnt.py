@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from kvstore.errors import ConfigError
 from kvstore.learnt import StateDir, restore, written
@@ -32,6 +33,23 @@ def test_steps_survive_and_counters_start_again() -> None:
 def test_the_file_is_bounded() -> None:
     data = written({"x" * 64: learnt(10 * PREFILL_STEPS_MAX)})
     assert len(data) < FILE_BYTES_MAX // 16
+
+
+def test_very_many_groups_leave_out_their_oldest_steps() -> None:
+    meters = {f"{number:064}": Meters() for number in range(200)}
+    for of in meters.values():
+        for number in range(PREFILL_STEPS_MAX):
+            of.observe_prefill((1 << 31) - number, 1 / 3)
+    with capture_logs() as lines:
+        data = written(meters)
+    assert FILE_BYTES_MAX // 4 < len(data) <= FILE_BYTES_MAX
+    assert [line["event"] for line in lines] == ["learnt state cut to its latest steps"]
+    after = {name: Meters() for name in meters}
+    restore(data, after)
+    for name, of in after.items():
+        kept = len(of.prefill_steps)
+        assert kept == lines[0]["steps_of_each_group"] > 0
+        assert list(of.prefill_steps) == list(meters[name].prefill_steps)[-kept:]
 
 
 def test_a_torn_file_is_refused_wherever_it_is_torn() -> None:

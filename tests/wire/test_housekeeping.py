@@ -18,6 +18,7 @@ from kvstore.config import Config, Salts
 from kvstore.housekeeping import Housekeeping
 from kvstore.learnt import FILE_NAME, StateDir
 from kvstore.meters import Meters
+from kvstore.reloading import Reloader
 from kvstore.rpc.server import SessionServer
 from kvstore.store import Store
 from kvstore.testing import SimClock
@@ -107,6 +108,25 @@ async def test_hang_up_reloads_and_ends_with_the_daemon(config: Config) -> None:
             os.kill(os.getpid(), signal.SIGHUP)
             await until(lambda: any("not loaded from a file" in line.get("reason", "") for line in lines))
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+async def test_a_reload_that_fails_in_any_way_is_not_the_last(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+
+    async def reload(_: Reloader) -> None:
+        nonlocal tries
+        tries += 1
+        raise OverflowError("a bug")
+
+    monkeypatch.setattr(Reloader, "reload", reload)
+    with capture_logs() as lines:
+        async with House(config):
+            for number in (1, 2):
+                os.kill(os.getpid(), signal.SIGHUP)
+                await until(lambda number=number: tries == number)
+    assert [line["log_level"] for line in lines if "not reloaded" in line["event"]] == ["error"] * 2
 
 
 async def test_the_lock_ends_with_the_daemon(kept: Config, tmp_path: Path) -> None:

@@ -41,13 +41,19 @@ class GrpcServer:
     Args:
         access: who may do what.
         requests: takes a line for each call; None = one of its own.
+        checks: of the store, shared with whoever owns them; None = its own.
     """
 
     def __init__(
-        self, store: Store, access: Access | None = None, requests: RequestLog | None = None
+        self,
+        store: Store,
+        access: Access | None = None,
+        requests: RequestLog | None = None,
+        checks: Checks | None = None,
     ) -> None:
         self._requests = requests or RequestLog(store.clock, every=store.config.daemon.log_level == "debug")
         self._store = store
+        self._shared_checks = checks
         self._limits = store.config.grpc
         self._access = access or OpenAccess()
         self._server: grpc.aio.Server | None = None
@@ -82,7 +88,7 @@ class GrpcServer:
             ),
         )
         store_pb2_grpc.add_StoreServicer_to_server(self.service, server)
-        self._checks = Checks(self._store, asyncio.get_running_loop())
+        self._checks = self._shared_checks or Checks(self._store, asyncio.get_running_loop())
         admin = AdminService(self._store, self.service, self._access, self._checks)
         store_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -135,9 +141,9 @@ class GrpcServer:
                 path.unlink()
         self._inodes.clear()
         self.addresses.clear()
-        if self._checks is not None:
+        if self._checks is not None and self._checks is not self._shared_checks:
             self._checks.close()
-            self._checks = None
+        self._checks = None
         if self.service is not None:
             await self.service.settle()
             self.service = None
