@@ -21,7 +21,7 @@ from kvstore.rpc.messages import Timings
 from kvstore.rpc.timings import record
 from kvstore.testing import SessionDriver, write_slot
 from kvstore.tiers.gpu import OwnedPool
-from kvstore.types import Tier
+from kvstore.types import Part, Tier
 
 BLOCKS, IDLE_MAX = 16, 6
 
