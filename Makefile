@@ -4,6 +4,7 @@
 #   make test        everything that must hold: lint, types, floors, native sanitizers, Python tests
 #   make build       .venv with the package in place (rebuilds the native core when it changed)
 #   make fuzz        the fuzzers at full length (minutes; short runs are part of make test)
+#   make explore     new random examples for the model-based tests (minutes)
 #   make protos      generate kvstore/v1 from protos/ again
 #   make soak        a hundred kills of a daemon under load, each followed by a warm restart (minutes)
 #   make numbers     write README's figures from bench/results again
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc)
 EXTRAS ?= torch,bench,dev
 
-.PHONY: demo test build lint native-test pytest fuzz protos soak numbers format clean system doctest
+.PHONY: demo test build lint native-test pytest fuzz protos soak numbers explore format clean system doctest
 
 demo: build
 	$(BIN)/kvstore demo
@@ -81,6 +82,10 @@ sanitize-%: build doctest
 
 pytest: build
 	$(BIN)/python -m pytest
+
+# New random examples for the model-based tests, as long as nothing fails.
+explore: build
+	for i in $$(seq 10); do HYPOTHESIS=explore $(BIN)/python -m pytest --timeout 900 tests/model || exit 1; done
 
 # ---- on demand --------------------------------------------------------------------------------------------------
 

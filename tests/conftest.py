@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import structlog
 
@@ -19,6 +20,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from kvstore.config import Config, DaemonConfig
 from kvstore.testing import StoreDriver, small_config
+
+# Every change is judged by the same examples; HYPOTHESIS=explore (make explore) looks for new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.register_profile("explore", derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
+
 
 # Processors run and capture_logs() works, but nothing is printed between the dots.
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
