@@ -217,14 +217,18 @@ async def test_a_caller_that_does_not_read_is_ended_and_holds_up_nobody(opening:
 async def test_deadlines_end_the_work(endpoint: Endpoint) -> None:
     chain = endpoint.chain(range(8))
     await endpoint.save(chain, random_blocks(3, 2))
-    for call in (
-        endpoint.store.Lookup(pb.LookupRequest(chain=chain), timeout=0.0),
-        read_all(endpoint.store.Fetch(pb.FetchRequest(chain=chain), timeout=0.0)),
-        read_all(endpoint.store.Subscribe(pb.SubscribeRequest(tenant="default"), timeout=0.1)),
-    ):
+    everything = pb.SubscribeRequest(tenant="default")
+    calls = {  # a deadline of now may still be met
+        "Lookup": lambda: endpoint.store.Lookup(pb.LookupRequest(chain=chain), timeout=-1.0),
+        "Fetch": lambda: read_all(endpoint.store.Fetch(pb.FetchRequest(chain=chain), timeout=-1.0)),
+        "Subscribe": lambda: read_all(
+            endpoint.store.Subscribe(pb.SubscribeRequest(tenant="default"), timeout=0.1)
+        ),
+    }
+    for name, call in calls.items():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await call()
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED, name
     await endpoint.settle()
 
 
