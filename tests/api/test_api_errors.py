@@ -217,7 +217,6 @@ async def test_a_caller_that_does_not_read_is_ended_and_holds_up_nobody(opening:
 async def test_deadlines_end_the_work(endpoint: Endpoint) -> None:
     chain = endpoint.chain(range(8))
     await endpoint.save(chain, random_blocks(3, 2))
-    everything = pb.SubscribeRequest(tenant="default")
     calls = {  # a deadline of now may still be met
         "Lookup": lambda: endpoint.store.Lookup(pb.LookupRequest(chain=chain), timeout=-1.0),
         "Fetch": lambda: read_all(endpoint.store.Fetch(pb.FetchRequest(chain=chain), timeout=-1.0)),
