@@ -94,6 +94,7 @@ def acquire(caller: Caller, lease_id: int, blocks: int) -> Table:
         pool.unpin(hits)
         if not lease_id:
             group.end_lease(lease)
+        group.record_changes(caller.engine)  # what was evicted in vain has left all the same
         counts = pool.counts()
         busy = "" if demotions else f"device pool: {counts['mapped']} of {pool.blocks} blocks are mapped"
         return Table(lease, empty, 0, 0, 0, b"", demotions, busy)
@@ -154,15 +155,16 @@ def _demote(caller: Caller, pool: OwnedPool, got: Allocation) -> tuple[Demotion,
         if victim not in waiting:
             continue  # a deeper victim's chain covered it
         chain = group.host.missing(victim)[:KEYS_MAX]
+        blocks = np.array([block_of.get(int(n), NONE) for n in chain], np.uint32)
+        blocks = np.where(blocks == NONE, pool.blocks_of(chain), blocks)
+        if (blocks == NONE).any():
+            continue  # a block above it is neither on HOST nor here: nothing below that could become readable
         parent = group.index.parent(int(chain[0]))
         keys = group.index.keys(chain)
         now_s, owner = group.clock.now(), caller.engine.id
         reserved = group.host.reserve(parent, keys, caller.shape, now_s, store_s, owner)
         ours = reserved.slots != NONE
-        nodes, slots = reserved.nodes[ours], reserved.slots[ours]
-        blocks = np.array([block_of.get(int(n), NONE) for n in nodes], np.uint32)
-        staying = pool.blocks_of(nodes)
-        blocks = np.where(blocks == NONE, staying, blocks).astype(np.uint32)
+        nodes, slots, blocks = reserved.nodes[ours], reserved.slots[ours], blocks[: len(ours)][ours]
         if not len(nodes):
             continue
         filling = group.begin_filling(caller, nodes, slots, alone=True)
@@ -171,7 +173,7 @@ def _demote(caller: Caller, pool: OwnedPool, got: Allocation) -> tuple[Demotion,
         pool.pin(filling.copied)
         waiting.difference_update(nodes[drained].tolist())
         orders.append(Demotion(filling, blocks))
-    if waiting:  # no room on HOST: their bytes are given up
+    if waiting:  # no room on HOST, or no way to it: their bytes are given up
         lost = np.array([block_of[node] for node in sorted(waiting)], np.uint32)
         pool.drained(lost)
         group.counters.lost_on_demote += len(lost)

@@ -98,6 +98,11 @@ class Index {
     return id;
   }
 
+  // Whether id is (still) the node of this key after parent.
+  bool is(NodeId id, NodeId parent, const Key& key) const noexcept {
+    return live(id) && nodes_[id].parent == parent && nodes_[id].key == key;
+  }
+
   bool live(NodeId id) const noexcept { return id < ids_ && nodes_[id].depth != kNone; }
   // Invalid if id names no node; `what` is the argument's name.
   void require(NodeId id, const char* what) const;

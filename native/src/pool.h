@@ -101,7 +101,8 @@ class HostPool final : public Place {
   std::vector<NodeId> ready_nodes(std::size_t start = 0, std::size_t most = kNone) const;
   std::size_t slabs() const noexcept { return records_.size(); }
 
-  // Strong guarantee: Invalid changes nothing. Never evicts the chain of parent, nor what it passed.
+  // Strong guarantee: Invalid changes nothing. Never evicts the chain of parent, nor what it passed; what the chain
+  // has further down is the last to leave.
   Reserved reserve(NodeId parent, std::span<const Key> keys, const SlotFormat& format, Filler filler);
   // What a filled slot holds.
   struct Content {
@@ -157,6 +158,8 @@ class HostPool final : public Place {
   void ref(NodeId node);
   void unref(NodeId node);
 
+  void stand_on(NodeId node);
+  void step_off(NodeId node);
   SlotId take_slot(std::size_t size_class, std::size_t& foreign_evictions);
   SlotId hand_out(NodeId node, SlotId slot, const Filler& filler, const SlotFormat& format);
   void take_back(NodeId node, SlotId slot, SlotState from);

@@ -8,6 +8,18 @@
 
 namespace kv {
 
+// A running reserve() stands on the deepest node it has reached: neither the node nor any bytes above it leave.
+void HostPool::stand_on(NodeId node) {
+  ref(node);
+  ++index_.node(node).holders;
+}
+
+void HostPool::step_off(NodeId node) {
+  --index_.node(node).holders;
+  unref(node);
+  index_.reap(node);
+}
+
 bool HostPool::being_filled(NodeId node, const Filler& filler) const {
   const SlotId newest = fills_.find(node);
   return newest != kNone && filler.now_s - record(newest).since_s < filler.stall_s;
@@ -18,20 +30,21 @@ Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotF
     throw Invalid("now_s, stall_s: must be finite and not negative");
   const std::vector<NodeId> known = index_.resolve(parent, keys);
   const std::size_t size_class = slabs_.class_for(format.slot_bytes());
-  index_.prepare(keys.size() - known.size());
+  index_.prepare(keys.size());  // also those known now may have to make room
   fills_.reserve(keys.size());
 
   Reserved out;
   out.nodes.reserve(keys.size());
   out.slots.reserve(keys.size());
   std::size_t foreign_evictions = 0;
-  // Stands on the deepest node of the chain that exists: none of it leaves, and no id in `known` is reused.
-  NodeId guard = known.empty() ? parent : known.back();
-  policy_.touch(guard);
-  ref(guard);
+  // The chain was used just now, so what it has further down leaves last. But it may leave: a hole near the head
+  // is worth more than the tail behind it, which nobody can reach.
+  policy_.touch(known.empty() ? parent : known.back());
   NodeId up = parent;
+  stand_on(up);
   for (std::size_t i = 0; i < keys.size(); ++i) {
-    NodeId node = i < known.size() ? known[i] : kNone;
+    NodeId node = i < known.size() && index_.is(known[i], up, keys[i]) ? known[i] : kNone;
+    if (node != kNone) stand_on(node);  // before room is made: hollow, it might go with the last leaf below it
     SlotId slot = kNone;
     if (node != kNone && index_.node(node).host_slot != kNone) {
       ++out.filled;
@@ -39,24 +52,21 @@ Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotF
       ++out.elsewhere;
     } else {
       slot = take_slot(size_class, foreign_evictions);
-      if (slot == kNone) break;
-      if (node == kNone && !make_node_room()) {
-        slabs_.give(slot);
+      const bool room = slot != kNone && (node != kNone || make_node_room());
+      if (!room) {
+        if (slot != kNone) slabs_.give(slot);
+        if (node != kNone) step_off(node);
         break;
       }
-      if (node == kNone) node = index_.make(up, keys[i]);
+      if (node == kNone) stand_on(node = index_.make(up, keys[i]));
       hand_out(node, slot, filler, format);
     }
-    if (i >= known.size()) {
-      ref(node);
-      unref(guard);
-      guard = node;
-    }
+    step_off(up);
     up = node;
     out.nodes.push_back(node);
     out.slots.push_back(slot);
   }
-  unref(guard);
+  step_off(up);
   out.dropped = keys.size() - out.nodes.size();
   dropped_.no_room += out.dropped;
   return out;

@@ -64,8 +64,14 @@ struct NaivePool {
       const N& n = nodes[name];
       const bool child = std::any_of(nodes.begin(), nodes.end(),
                                      [&](auto& e) { return e.first > 0 && e.second.exists && parent[e.first] == name; });
-      if (n.exists && !n.ready && !n.fills && !n.draining && !n.pins && !child) nodes[name].exists = false;
+      const bool kept = n.ready || n.fills || n.draining || n.pins || child || standing.contains(name);
+      if (n.exists && !kept) nodes[name].exists = false;
     }
+  }
+  void step_off(Name name) {
+    if (standing.erase(name) == 0) return;
+    inherit_from(name);
+    reap();
   }
   bool evict() {
     Name found = 0;
@@ -115,20 +121,23 @@ struct Life {
     const bool stalled = random.chance(30);  // whether fillings of others count as stalled
     const Reserved r = pool.reserve(node(parent), keys, format, {0, stalled ? 0.0 : 1.0});
 
-    Name guard = parent;
-    std::size_t known = start;
-    while (known < full.size() && naive.nodes[full[known]].exists) guard = full[known++];
-    naive.use(guard);
-    naive.standing = {guard};
+    Name used_last = parent, up = parent;
+    for (std::size_t i = start; i < full.size() && naive.nodes[full[i]].exists; ++i) used_last = full[i];
+    naive.use(used_last);
+    naive.standing = {up};
     std::size_t filled = 0, elsewhere = 0, m = 0;
     for (std::size_t i = start; i < full.size(); ++i, ++m) {
       auto& n = naive.nodes[full[i]];
+      if (n.exists) naive.standing.insert(full[i]);
       const bool full_here = n.ready, filling = !n.ready && n.fills > 0 && !stalled;
       filled += full_here;
       elsewhere += filling;
       REQUIRE((m < r.nodes.size() || (!full_here && !filling)));
       if (!full_here && !filling) {
-        if (naive.used == kSlots && !naive.evict()) break;
+        if (naive.used == kSlots && !naive.evict()) {
+          naive.step_off(full[i]);
+          break;
+        }
         REQUIRE(m < r.nodes.size());
         REQUIRE(r.slots[m] != kNone);
         ++naive.used;
@@ -139,11 +148,12 @@ struct Life {
       } else {
         REQUIRE(r.slots[m] == kNone);
       }
-      if (i >= known) naive.standing = {full[i]};
-      REQUIRE(r.nodes[m] == node(full[i]));
+      naive.standing.insert(full[i]);
+      naive.step_off(up);
+      up = full[i];
+      REQUIRE(r.nodes[m] == node(up));
     }
-    const std::set<Name> stood = std::exchange(naive.standing, {});
-    naive.inherit_from(*stood.begin());
+    naive.step_off(up);
     REQUIRE(r.nodes.size() == m);
     REQUIRE(r.filled == filled);
     REQUIRE(r.elsewhere == elsewhere);

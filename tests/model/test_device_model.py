@@ -144,7 +144,9 @@ class DeviceMachine(StoreMachine):
             world.held.append(Held(session, chain, found.lease, found.blocks))
         wanted = min(BLOCKS, len(chain) + extra)
         for _ in range(BLOCKS + 1):
+            session.heartbeat()
             table = session.acquire(lease_id, wanted)
+            world.drop_revoked()
             world.sync(set(), world.all_but(world.protected()))
             if not table.demotions:
                 break
@@ -194,6 +196,7 @@ class DeviceMachine(StoreMachine):
         before = held.lease.table.tolist()
         wanted = min(BLOCKS, len(before) + more)
         table = held.session.acquire(held.lease.id, wanted)
+        self.world.drop_revoked()
         self.world.sync(set(), self.world.all_but(self.world.protected()))
         self.obey(held.session, table.demotions, refuse=True)
         assert held.lease.table.tolist()[: len(before)] == before
