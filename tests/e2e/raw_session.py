@@ -94,6 +94,13 @@ class RawSession:
         self.sock.sendall(frame(self._last, body))
         return self._last
 
+    def send_together(self, *bodies: Any) -> list[int]:
+        """Send requests in one write, so that the daemon reads all before it answers the first; their ids."""
+        ids = [self._last + 1 + number for number in range(len(bodies))]
+        self._last += len(bodies)
+        self.sock.sendall(b"".join(frame(*pair) for pair in zip(ids, bodies, strict=True)))
+        return ids
+
     def receive(self) -> m.ReplyFrame | None:
         """The next frame, None at the end of the stream."""
         while True:

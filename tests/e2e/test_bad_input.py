@@ -376,11 +376,17 @@ def test_a_hit_of_a_client_is_not_moved_by_nonsense(scene: Scene) -> None:
     engine.client.release(hit.lease)
 
 
-def test_a_wrong_layout_costs_no_slot_however_often_it_is_tried(scene: Scene) -> None:
-    before = scene.daemon.group()["host"]["used_bytes"]
+def test_a_wrong_layout_costs_no_slot_however_often_it_is_tried(stage: Scene) -> None:
+    # A daemon of its own: where the pool is full, the slot of a proof evicts a block, as it may.
+    daemon = stage.start_daemon()
+    honest = stage.engine()
+    honest.saved(1, 5)
+    honest.close()
+    eventually(lambda: daemon.group()["engines"] == {}, "the honest engine is gone")
+    before = daemon.group()["host"]["used_bytes"]
     for _ in range(3):
-        engine = scene.engine(attach=False, lie=True)
+        engine = stage.engine(attach=False, lie=True)
         assert not engine.client.wait_attached(60)
-        eventually(lambda: scene.daemon.group()["engines"] == {}, "the refused engine is forgotten")
-        host = scene.daemon.group()["host"]
+        eventually(lambda: daemon.group()["engines"] == {}, "the refused engine is forgotten")
+        host = daemon.group()["host"]
         assert (host["filling"], host["used_bytes"]) == (0, before)

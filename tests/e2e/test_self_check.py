@@ -38,8 +38,7 @@ def test_other_questions_are_answered_while_a_check_runs(stage: Scene) -> None:
     stage.start_daemon(index__nodes_max="200_000", host__capacity_bytes='"64MiB"')
     raw = stage.session().engine(model=stage.name)
     raw.ask(m.Pool("owned", 65_536, 65_536))  # 65,536 blocks: sixteen slices and more
-    check = raw.send(m.Check())
-    ids = [raw.send(m.Heartbeat()) for _ in range(3)]
+    check, *ids = raw.send_together(m.Check(), *[m.Heartbeat()] * 3)
     got = [raw.receive() for _ in range(4)]
     order = [reply.id for reply in got if reply is not None]
     assert sorted(order) == [check, *ids]
@@ -62,8 +61,7 @@ def test_other_questions_are_answered_while_a_layout_is_proven(stage: Scene) -> 
     stage.start_daemon()
     raw = stage.session().attach(MANY_CELLS, model=stage.name)
     raw.write_proof()
-    proved = raw.send(m.ProvedStore())
-    ids = [raw.send(m.Heartbeat()) for _ in range(3)]
+    proved, *ids = raw.send_together(m.ProvedStore(), *[m.Heartbeat()] * 3)
     got = {reply.id: reply.body for reply in (raw.receive() for _ in range(4)) if reply is not None}
     assert list(got)[-1] == proved, "the proof was answered last, although it was asked first"
     assert sorted(got) == [proved, *ids]
@@ -87,7 +85,7 @@ def test_a_proof_that_is_given_up_meanwhile_says_so(stage: Scene) -> None:
     stage.start_daemon()
     raw = stage.session().attach(MANY_CELLS, model=stage.name)
     raw.write_proof()
-    proved, quiesced = raw.send(m.ProvedStore()), raw.send(m.Quiesced())
+    proved, quiesced = raw.send_together(m.ProvedStore(), m.Quiesced())
     got = {reply.id: reply.body for reply in (raw.receive() for _ in range(2)) if reply is not None}
     assert isinstance(got[quiesced], m.Quieted)
     assert isinstance(got[proved], m.Failed)
