@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.limits import Echo
 from bench.measure import Arm, Measured, measure
@@ -39,17 +40,21 @@ class _Planter:
         self.random = np.random.default_rng(1)
         self.planted = 0
         self._blocks = np.arange(MEMORY_BLOCKS, dtype=np.uint32)
-        chains = [self.chain(length) for length in LENGTHS for _ in range(CHAINS)]
-        self._plant(chains, nodes)
-        self.by_length = {length: chains[CHAINS * i : CHAINS * (i + 1)] for i, length in enumerate(LENGTHS)}
+        self.prompts = {length: [self.tokens(length) for _ in range(CHAINS)] for length in LENGTHS}
+        self.by_length = {length: [self.of(p) for p in prompts] for length, prompts in self.prompts.items()}
+        self._plant([chain for chains in self.by_length.values() for chain in chains], nodes)
 
     def chain(self, blocks: int) -> KeyChain:
         """Keys that nobody has used before."""
-        made = self.client.chain(self.tokens(blocks), "default", Reuse.OWN)
+        return self.of(self.tokens(blocks))
+
+    def of(self, prompt: NDArray[np.uint32]) -> KeyChain:
+        """Its keys, as an engine makes them."""
+        made = self.client.chain(prompt, "default", Reuse.OWN)
         assert made is not None
         return made
 
-    def tokens(self, blocks: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    def tokens(self, blocks: int) -> NDArray[np.uint32]:
         """Random ids for so many blocks."""
         return self.random.integers(0, 1 << 31, 16 * blocks, np.uint32)
 
@@ -116,10 +121,10 @@ def _one_length(client: Client, planter: _Planter, echo: Echo, length: int, turn
     known = planter.by_length[length]
     random = planter.random
     half, missing = [], []
-    for chain in known:
+    for prompt in planter.prompts[length]:
         # The same first half, then blocks that nobody saved.
-        keys = np.concatenate([chain.keys[: length // 2], planter.chain(length - length // 2).keys])
-        half.append(KeyChain(chain.root, keys))
+        new = planter.tokens(length - length // 2)
+        half.append(planter.of(np.concatenate([prompt[: len(prompt) - len(new)], new])))
         missing.append(planter.chain(length))
     payload = known[0].keys.tobytes()
     into = bytearray(len(payload) + struct.calcsize("<I"))

@@ -85,12 +85,12 @@ class KeyChain:
     Attributes:
         root: 32 bytes, parent of the first key.
         keys: (n, 32) uint8, one per full block.
-        whole: digest of all of them, made while they are in the cache; None = not made yet.
+        digests: (n,) of the first key, of the first two, …, made while they are in the cache; None = none.
     """
 
     root: bytes
     keys: NDArray[np.uint8]
-    whole: int | None = None
+    digests: NDArray[np.uint64] | None = None
 
     @staticmethod
     def of(
@@ -142,13 +142,13 @@ class KeyChain:
 
     def digest(self, blocks: int) -> int:
         """64-bit digest of the first `blocks` keys, as a daemon reports it for its own walk."""
-        if blocks == len(self.keys) and self.whole is not None:
-            return self.whole
+        if blocks and self.digests is not None:
+            return int(self.digests[blocks - 1])
         return _native.keys_digest(self.keys[:blocks])
 
 
 def _digested(root: bytes, keys: NDArray[np.uint8]) -> KeyChain:
-    return KeyChain(root, keys, _native.keys_digest(keys))
+    return KeyChain(root, keys, _native.keys_digests(keys))
 
 
 # Any fixed input will do; this one has an extra, a full and a partial block.

@@ -21,6 +21,8 @@ from kvstore.errors import LimitExceeded, NotFound
 
 __all__ = ["Lease", "LeaseState", "Leases"]
 
+_NO_TABLE: NDArray[np.uint32] = np.empty(0, np.uint32)
+
 
 class LeaseState(enum.Enum):
     """Where a lease is in its life."""
@@ -75,7 +77,7 @@ class Lease:
     blocks_max: int
     nodes: NDArray[np.uint32]
     pinned: int = NONE
-    table: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    table: NDArray[np.uint32] = field(default_factory=lambda: _NO_TABLE)
     device: int = 0
     host: int = 0
     state: LeaseState = LeaseState.GRANTED

@@ -149,9 +149,9 @@ class Store:
         device.touch(int(nodes[-1]))
         plan = reload.plan(on_device, on_host)
         if first and walk.gap_stop > walk.depth == length:  # it will extend: only then does it need slots
-            return Match(lease, walk.depth, walk.gap_stop, walk.digest(length), plan, b"")
+            return Match(lease, walk.depth, walk.gap_stop, group.index.digest(walk, length), plan, b"")
         runs = walk.packed(plan.load_start, plan.load_stop, caller.shape.slot_bytes // PAGE_BYTES)
-        return Match(lease, walk.depth, walk.gap_stop, walk.digest(length), plan, runs)
+        return Match(lease, walk.depth, walk.gap_stop, group.index.digest(walk, length), plan, runs)
 
     def _found(
         self, caller: Caller, lease: Lease, known: int, gap_stop: int, digest: int, plan: FetchPlan

@@ -38,11 +38,13 @@ def serve_command(
         kvstore serve --set daemon.socket=/run/user/1000/kv.sock --set daemon.log_level=debug
     """
     from kvstore.daemon import configure_logs, serve
+    from kvstore.patience import LookingSelector
 
     settings = load(config, [*(overrides or []), *(["daemon.keep_arena=true"] if keep_arena else [])])
     configure_logs(settings.daemon.log_level, as_json=as_json)
-    with _arena_bar() as progress:
-        asyncio.run(serve(settings, progress=progress))
+    runner = asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(LookingSelector()))
+    with _arena_bar() as progress, runner:
+        runner.run(serve(settings, progress=progress))
 
 
 def _arena_bar() -> AbstractContextManager[Callable[[str, int, int], None] | None]:

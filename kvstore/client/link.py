@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.client.patience import Patience
 from kvstore.client.sockets import close_fds, hang_up, has_hung_up, open_socket, receive
 from kvstore.client.wire import Wire
 from kvstore.clock import Clock
 from kvstore.errors import BadRequest, DeadlineExceeded, Unavailable
+from kvstore.patience import Waiter
 from kvstore.rpc.messages import Progress, Reply, ReplyFrame, Request
 
 __all__ = ["ThreadLink"]
@@ -31,8 +31,10 @@ class ThreadLink:
         self._sock = sock
         self._clock = clock
         self._wire = Wire()
-        self._patience = Patience(sock, clock)
-        self._changed = threading.Condition()  # guards everything below
+        self._waiter = Waiter(sock, clock)
+        self._lock = threading.RLock()  # guards everything below
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0  # threads in `_changed`: mostly none, and then nobody need be notified
         self._sending = threading.Lock()
         self._replies: dict[int, Reply] = {}
         self._fds: list[int] = []
@@ -51,7 +53,7 @@ class ThreadLink:
         return self._dead
 
     def hung_up(self) -> bool:
-        with self._changed:  # so that nobody closes the socket meanwhile
+        with self._lock:  # so that nobody closes the socket meanwhile
             return bool(self._dead) or has_hung_up(self._sock)
 
     def fileno(self) -> int:
@@ -70,7 +72,7 @@ class ThreadLink:
             if not self._sending.acquire(timeout=max(0.0, deadline - self._clock.now())):
                 raise self._late(message)
             try:
-                with self._changed:
+                with self._lock:
                     ident, frame = self._wire.request(message)
                 self._send(frame, deadline, message)
             finally:
@@ -91,22 +93,24 @@ class ThreadLink:
             self._leave()
 
     def fail(self, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             if not self._dead:
                 self._dead = reason
                 hang_up(self._sock)  # wakes every poll on it
-                self._changed.notify_all()
+                self._tell_waiting()
 
     def take_fds(self) -> list[int]:
-        with self._changed:
+        with self._lock:
             fds, self._fds = self._fds, []
             return fds
 
     def close(self) -> None:
         self.fail("closed")
-        with self._changed:
+        with self._lock:
             # A thread that still polls the descriptor must let go first: its number may be reused.
+            self._waiting += 1
             self._changed.wait_for(lambda: self._users == 0)
+            self._waiting -= 1
             if not self._closed:
                 self._closed = True
                 close_fds(self._fds)
@@ -119,14 +123,18 @@ class ThreadLink:
 
     def _enter(self) -> None:
         """A thread uses the descriptor from here to `_leave`: it stays open so long."""
-        with self._changed:
+        with self._lock:
             if self._dead:
                 raise Unavailable(self._dead)
             self._users += 1
 
     def _leave(self) -> None:
-        with self._changed:
+        with self._lock:
             self._users -= 1
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        if self._waiting:
             self._changed.notify_all()
 
     def _send(self, frame: bytes, deadline: float, message: Request) -> None:
@@ -142,7 +150,7 @@ class ThreadLink:
 
     def _reply(self, ident: int, deadline: float, message: Request) -> Reply:
         while True:
-            with self._changed:
+            with self._lock:
                 if ident in self._replies:
                     return self._replies.pop(ident)
             if not self._turn(deadline, lambda: ident in self._replies):
@@ -150,7 +158,7 @@ class ThreadLink:
 
     def _turn(self, deadline: float, done: Callable[[], bool]) -> bool:
         """Wait for news, as the reader or behind one; False at the deadline."""
-        with self._changed:
+        with self._lock:
             if self._dead:
                 raise Unavailable(self._dead)
             if done():
@@ -159,25 +167,27 @@ class ThreadLink:
                 remaining = deadline - self._clock.now()
                 if remaining <= 0:
                     return False
+                self._waiting += 1
                 self._changed.wait(remaining)
+                self._waiting -= 1
                 return True
             self._reading = True
         try:
             return self._read(deadline)
         finally:
-            with self._changed:
+            with self._lock:
                 self._reading = False
-                self._changed.notify_all()
+                self._tell_waiting()
 
     def _read(self, deadline: float) -> bool:
-        if not self._patience.readable(deadline):
+        if not self._waiter.readable(deadline):
             return False
         arrived: list[int] = []
         try:
             data = receive(self._sock, arrived)
             if not data:
                 raise self._lost("the daemon closed the connection")
-            with self._changed:
+            with self._lock:
                 self._fds += arrived
                 arrived = []
                 if len(self._fds) > 2:

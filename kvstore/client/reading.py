@@ -92,11 +92,8 @@ def _ask(core: Core, attachment: Attachment, chain: KeyChain, trip: _Trip, deadl
     if positions.size > attachment.keys_max:
         # Keep the first and the last, thin out between them: still ascending, still a probe.
         positions = positions[np.linspace(0, positions.size - 1, attachment.keys_max).astype(np.intp)]
-    message: Lookup | Extend
-    if trip.lease:
-        message = Extend(trip.lease, u32_bytes(positions), chain.keys[positions].tobytes())
-    else:
-        message = Lookup(chain.root, n, u32_bytes(positions), chain.keys[positions].tobytes())
+    numbers, keys = u32_bytes(positions), chain.keys.take(positions, 0).tobytes()
+    message = Extend(trip.lease, numbers, keys) if trip.lease else Lookup(chain.root, n, numbers, keys)
     found = yield from ask(core, attachment.link, message, Found, deadline)
     load_start, load_stop = found.load
     if not 0 <= found.blocks <= found.known <= found.gap_stop <= n:

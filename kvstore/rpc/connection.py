@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 
 from kvstore.rpc.messages import FRAME_BYTES_MAX
 
-__all__ = ["Connection"]
+__all__ = ["HEADER_BYTES", "Connection", "framed"]
 
-_HEADER = 4
-_RECV_BYTES = 256 << 10
+HEADER_BYTES = 4
+# What one receive fills. All connections share it: frames are taken from it at once, and only what is left of
+# a frame that has not arrived whole is copied.
+_received = memoryview(bytearray(256 << 10))
 # Frames answered before other connections get their turn.
 _FRAMES_PER_TURN = 16
 # Replies a client has not read; beyond this it is not reading at all.
@@ -50,11 +52,10 @@ class Connection:
         self.closed = False
         loop.add_reader(sock.fileno(), self._readable)
 
-    def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
-        """Send one frame, with file descriptors if any (then nothing may be waiting to be sent)."""
+    def send(self, frame: bytes | bytearray, fds: Sequence[int] = ()) -> None:
+        """Send one whole frame, with file descriptors if any (then nothing may be waiting to be sent)."""
         if self.closed:
             return
-        frame = len(payload).to_bytes(_HEADER, "little") + payload
         try:
             if fds:
                 sent = socket.send_fds(self._sock, [frame], list(fds))
@@ -89,46 +90,54 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            data = self._sock.recv(_RECV_BYTES)
+            size = self._sock.recv_into(_received)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self.close(f"receive failed: {error}")
             return
-        if not data:
+        if not size:
             self.close("closed by the client")
-            return
-        self._in += data
-        self._take_frames()
+        elif self._in:
+            self._in += _received[:size]
+            self._take_kept()
+        else:
+            taken = self._take_frames(_received[:size])
+            self._in += _received[taken:size]
 
-    def _take_frames(self) -> None:
-        start, frames = 0, 0
+    def _take_kept(self) -> None:
         with memoryview(self._in) as view:
-            while not self.closed and not self._last_words and frames < _FRAMES_PER_TURN:
-                if len(view) - start < _HEADER:
-                    break
-                length = int.from_bytes(view[start : start + _HEADER], "little")
-                if length > FRAME_BYTES_MAX:
-                    self.close(f"frame of {length} bytes is over frame_bytes_max = {FRAME_BYTES_MAX}")
-                    break
-                if len(view) - start - _HEADER < length:
-                    break
-                start += _HEADER + length
-                frames += 1
-                with view[start - length : start] as payload:
-                    self._on_frame(payload)
-        del self._in[:start]
-        if frames == _FRAMES_PER_TURN and not self.closed and not self._turn_pending:
+            taken = self._take_frames(view)
+        del self._in[:taken]
+
+    def _take_frames(self, view: memoryview) -> int:
+        """Hand whole frames on; how many bytes they were."""
+        start, frames = 0, 0
+        while not self.closed and not self._last_words and frames < _FRAMES_PER_TURN:
+            if len(view) - start < HEADER_BYTES:
+                break
+            length = int.from_bytes(view[start : start + HEADER_BYTES], "little")
+            if length > FRAME_BYTES_MAX:
+                self.close(f"frame of {length} bytes is over frame_bytes_max = {FRAME_BYTES_MAX}")
+                break
+            if len(view) - start - HEADER_BYTES < length:
+                break
+            start += HEADER_BYTES + length
+            frames += 1
+            with view[start - length : start] as payload:
+                self._on_frame(payload)
+        if frames == _FRAMES_PER_TURN and not self.closed:
             # A client that sends faster than it is answered waits in its socket buffer, not in our memory.
             self._turn_pending = True
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self._next_turn)
+        return start
 
     def _next_turn(self) -> None:
         self._turn_pending = False
         if self.closed:
             return
-        self._take_frames()
+        self._take_kept()
         if not self.closed and not self._turn_pending and not self._last_words:
             self._loop.add_reader(self._sock.fileno(), self._readable)
 
@@ -145,3 +154,9 @@ class Connection:
             self._loop.remove_writer(self._sock.fileno())
             if self._last_words:
                 self.close("refused")
+
+
+def framed(encode_into: Callable[[object, bytearray, int], None], message: object, frame: bytearray) -> None:
+    """Make `frame` the whole frame of a message: `u32le length ‖ payload`."""
+    encode_into(message, frame, HEADER_BYTES)
+    frame[:HEADER_BYTES] = (len(frame) - HEADER_BYTES).to_bytes(HEADER_BYTES, "little")

@@ -23,7 +23,7 @@ from kvstore.checks import Checks
 from kvstore.errors import STATUS, BadRequest, KVStoreError, LayoutRefused, Refused
 from kvstore.rpc import messages as m
 from kvstore.rpc.attach import Proof, caller_of, check_hello
-from kvstore.rpc.connection import Connection
+from kvstore.rpc.connection import Connection, framed
 from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.timings import record
 from kvstore.status import status
@@ -38,7 +38,8 @@ __all__ = ["Session"]
 log = structlog.get_logger()
 
 _decode = msgspec.msgpack.Decoder(m.RequestFrame).decode
-_encode = msgspec.msgpack.Encoder().encode
+_encode_into = msgspec.msgpack.Encoder().encode_into
+_frame = bytearray()  # of the reply being sent: the connection keeps what the socket does not take
 
 
 class Session:
@@ -131,7 +132,8 @@ class Session:
 
     def _reply(self, request: int, body: m.Reply, fds: tuple[int, ...] = ()) -> None:
         if self.connection is not None:
-            self.connection.send(_encode(m.ReplyFrame(request, body)), fds)
+            framed(_encode_into, m.ReplyFrame(request, body), _frame)
+            self.connection.send(_frame, fds)
 
     def _refuse(self, request: int, error: KVStoreError) -> None:
         """Say why, then hang up."""

@@ -78,6 +78,9 @@ void bind_keys(nb::module_& m) {
   m.def("chain_keys", &py_chain_keys, "parent"_a, "tokens"_a, "block_tokens"_a, "extra"_a = nb::bytes(""),
         "extra_offsets"_a = nb::none());
   m.def("keys_digest", [](const Array& keys) { return keys_digest(keys_arg(keys, "keys")); }, "keys"_a);
+  m.def(
+      "keys_digests", [](const Array& keys) { return vector_result(keys_digests(keys_arg(keys, "keys"))); },
+      "keys"_a);
 }
 
 // ---- sums --------------------------------------------------------------------------------------------

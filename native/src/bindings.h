@@ -14,6 +14,7 @@
 
 #include "arena.h"
 #include "ledger.h"
+#include "runs.h"
 #include "survey.h"
 #include "types.h"
 
@@ -180,8 +181,14 @@ nb::object vector_result(std::vector<T> values) {
 }
 
 // Numbers as they travel: little-endian bytes.
-inline nb::bytes packed_result(const std::vector<std::uint32_t>& values) {
+inline nb::bytes packed_result(std::span<const std::uint32_t> values) {
   return nb::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(std::uint32_t));
+}
+
+// Slots as they travel (runs.h); scattered ones, the usual case in an arena that is full, are copied once.
+inline nb::bytes packed_slots(std::span<const SlotId> slots, std::uint32_t pages_per_slot) {
+  if (!runs_are_shorter(slots, pages_per_slot)) return packed_result(slots);
+  return packed_result(pack_slots(slots, pages_per_slot));
 }
 
 // A fresh (n / columns, columns) numpy array that owns `values`.

@@ -192,14 +192,14 @@ nb::object py_slot_generations(const ArenaHandle& handle, const Array& slots) {
 }
 
 nb::bytes py_pack_slots(const Array& slots, std::uint32_t pages_per_slot) {
-  return packed_result(pack_slots(vector_arg<SlotId>(slots, "slots"), pages_per_slot));
+  return packed_slots(vector_arg<SlotId>(slots, "slots"), pages_per_slot);
 }
 
 nb::object py_unpack_slots(const nb::bytes& packed, std::size_t count, std::uint32_t pages_per_slot,
                            std::uint64_t pages) {
   if (packed.size() % sizeof(std::uint32_t) != 0) throw Invalid("slots: not a multiple of four bytes");
-  std::vector<std::uint32_t> numbers(packed.size() / sizeof(std::uint32_t));
-  if (!numbers.empty()) std::memcpy(numbers.data(), packed.data(), packed.size());
+  static_assert(offsetof(PyBytesObject, ob_sval) % alignof(std::uint32_t) == 0);  // so it may be read in place
+  const std::span numbers(static_cast<const std::uint32_t*>(packed.data()), packed.size() / sizeof(std::uint32_t));
   return vector_result(unpack_slots(numbers, {count, pages_per_slot, pages}));
 }
 

@@ -22,7 +22,7 @@ std::span<const BlockId> blocks_arg(const Array& array) { return vector_arg<Bloc
 
 nb::bytes walk_packed(const Walk& walk, std::size_t start, std::size_t stop, std::uint32_t pages_per_slot) {
   if (start > stop || stop > walk.slots.size()) throw Invalid("start, stop: not inside the walk");
-  return packed_result(pack_slots(std::span(walk.slots).subspan(start, stop - start), pages_per_slot));
+  return packed_slots(std::span(walk.slots).subspan(start, stop - start), pages_per_slot);
 }
 
 void bind_walk(nb::module_& m) {
@@ -32,7 +32,6 @@ void bind_walk(nb::module_& m) {
       .def_ro("deepest", &Walk::deepest)
       .def_ro("gap_stop", &Walk::gap_stop)
       .def_prop_ro("nodes", [](const Walk& w) { return vector_result(w.nodes); })
-      .def("digest", &Walk::digest, "length"_a)
       .def("packed", &walk_packed, "start"_a, "stop"_a, "pages_per_slot"_a);
 }
 
@@ -60,6 +59,7 @@ void bind_index(nb::module_& m) {
                           keys_arg(keys, "keys"));
           },
           "root"_a, "n"_a, "positions"_a, "keys"_a)
+      .def("digest", &Index::digest, "walk"_a, "length"_a)
       .def("keys", &keys_of, "nodes"_a)
       .def(
           "parent",

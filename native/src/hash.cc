@@ -186,9 +186,16 @@ std::vector<Key> chain_keys(const Key& parent, const ChainInput& input) {
   return keys;
 }
 
+std::vector<std::uint64_t> keys_digests(std::span<const Key> keys) {
+  std::vector<std::uint64_t> sums(keys.size());
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < keys.size(); ++i) sums[i] = sum += digest_term(keys[i], i);
+  return sums;
+}
+
 std::uint64_t keys_digest(std::span<const Key> keys) {
   std::uint64_t sum = 0;
-  for (std::size_t i = 0; i < keys.size(); ++i) sum += keys[i].hash() * (2 * std::uint64_t{i} + 1);
+  for (std::size_t i = 0; i < keys.size(); ++i) sum += digest_term(keys[i], i);
   return sum;
 }
 

@@ -68,5 +68,7 @@ std::vector<Key> chain_keys(const Key& parent, const ChainInput& input);
 
 // Order-sensitive digest: sum of first8(key_i) * (2i + 1) mod 2^64.
 std::uint64_t keys_digest(std::span<const Key> keys);
+// That of the first i + 1 keys, for every i.
+std::vector<std::uint64_t> keys_digests(std::span<const Key> keys);
 
 }  // namespace kv

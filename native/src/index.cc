@@ -7,7 +7,7 @@ namespace kv {
 
 namespace {
 
-constexpr std::size_t kLanes = 32;      // sub-walks in flight: more than a core's outstanding cache misses
+constexpr std::size_t kLanes = 48;      // sub-walks in flight: more than a core's outstanding cache misses
 constexpr std::size_t kIdStep = 1024;   // ids come into use in steps, so a small index is quick to check
 
 __extension__ using Wide = unsigned __int128;
@@ -22,15 +22,6 @@ std::string at(std::size_t i, std::uint32_t position) {
 }
 
 }  // namespace
-
-std::uint64_t Walk::digest(std::size_t length) const {
-  if (length > heads.size())
-    throw Invalid("length: " + std::to_string(length) + " keys asked, the walk has " +
-                  std::to_string(heads.size()));
-  std::uint64_t sum = 0;
-  for (std::size_t i = 0; i < length; ++i) sum += heads[i] * (2 * i + 1);
-  return sum;
-}
 
 Index::Index(std::size_t nodes_max) : nodes_max_(nodes_max) {
   if (nodes_max == 0 || nodes_max > kNodesMax)
@@ -190,41 +181,55 @@ std::vector<NodeId> Index::resolve(NodeId parent, std::span<const Key> keys) con
 
 // ---- walk ------------------------------------------------------------------------------------------------
 
-// Fills walk.nodes, heads and slots from `deepest` up and returns the root's node. The jumps are hopped first
-// (one miss per 64 nodes); the stretches between them are then independent, so kLanes of them are walked
-// in step and their misses overlap.
+// Fills the walk from `deepest` up and returns the root's node. The jumps, one dependent miss per 64 nodes, open
+// a stretch each; open stretches are independent of one another, so kLanes of them are walked in step with the
+// next jump, and all their misses overlap.
 NodeId Index::climb(NodeId deepest, Walk& walk) const {
   struct Stretch {
     NodeId node;
     std::uint32_t position;  // of the node in the chain
   };
-  std::vector<Stretch> stretches;
-  stretches.reserve(walk.depth / kJumpStride + 1);
-  NodeId node = deepest;
-  for (std::uint32_t depth = walk.depth; depth > 0; depth = (depth - 1) / kJumpStride * kJumpStride) {
-    stretches.push_back({node, depth - 1});
-    node = nodes_[node].jump;
-  }
+  Stretch lanes[kLanes];
+  std::size_t open = 0;
+  NodeId jumper = deepest;
   walk.nodes.resize(walk.depth);
-  walk.heads.resize(walk.depth);
   walk.slots.resize(walk.depth);
-  for (std::size_t first = 0; first < stretches.size(); first += kLanes) {
-    const std::size_t stop = std::min(stretches.size(), first + kLanes);
-    for (std::uint32_t step = 0; step < kJumpStride; ++step) {
-      for (std::size_t lane = first; lane < stop; ++lane) {
-        Stretch& s = stretches[lane];
-        if (s.node == kNone) continue;
-        const Node& here = nodes_[s.node];
-        walk.nodes[s.position] = s.node;
-        walk.heads[s.position] = here.key.hash();
-        walk.slots[s.position] = here.host_slot;
-        s.node = s.position % kJumpStride == 0 ? kNone : here.parent;
-        if (s.node != kNone) __builtin_prefetch(&nodes_[s.node]);
-        --s.position;
+  walk.ready = walk.depth;
+  for (std::uint32_t depth = walk.depth; depth > 0 || open > 0;) {
+    if (depth > 0 && open < kLanes) {
+      lanes[open++] = {jumper, depth - 1};
+      depth = (depth - 1) / kJumpStride * kJumpStride;
+      jumper = nodes_[jumper].jump;
+      __builtin_prefetch(&nodes_[jumper]);
+    }
+    for (std::size_t lane = 0; lane < open;) {
+      const Stretch s = lanes[lane];
+      const Node& here = nodes_[s.node];
+      walk.nodes[s.position] = s.node;
+      walk.slots[s.position] = here.host_slot;
+      walk.digest += digest_term(here.key, s.position);
+      if (here.host_slot == kNone) walk.ready = std::min(walk.ready, s.position);
+      if (s.position % kJumpStride == 0) {
+        lanes[lane] = lanes[--open];
+        continue;
       }
+      lanes[lane++] = {here.parent, s.position - 1};
+      __builtin_prefetch(&nodes_[here.parent]);
     }
   }
-  return node;
+  return jumper;
+}
+
+std::uint64_t Index::digest(const Walk& walk, std::size_t length) const {
+  if (length > walk.depth)
+    throw Invalid("length: " + std::to_string(length) + " keys asked, the walk has " + std::to_string(walk.depth));
+  if (length == walk.depth) return walk.digest;
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < length; ++i) {
+    require(walk.nodes[i], "walk");
+    sum += digest_term(nodes_[walk.nodes[i]].key, i);
+  }
+  return sum;
 }
 
 Walk Index::walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t> positions,

@@ -53,12 +53,10 @@ struct Walk {
   std::uint32_t depth = 0;         // blocks on the path; 0 = nothing known
   NodeId deepest = kNone;          // node at depth; the root's node at depth 0 if the root is known
   std::uint32_t gap_stop = 0;      // [depth, gap_stop) is not decided yet
+  std::uint32_t ready = 0;         // leading blocks that have a READY slot in the host pool
+  std::uint64_t digest = 0;        // keys_digest of the whole path
   std::vector<NodeId> nodes;       // (depth,) in chain order
-  std::vector<std::uint64_t> heads; // (depth,) first eight bytes of each key
-  std::vector<SlotId> slots;        // (depth,) each node's READY slot in the host pool then, or kNone
-
-  // keys_digest of the first `length` keys: sum of head_i * (2i + 1) mod 2^64.
-  std::uint64_t digest(std::size_t length) const;
+  std::vector<SlotId> slots;       // (depth,) each node's READY slot in the host pool then, or kNone
 };
 
 using HolderOf = std::function<void(NodeId)>;
@@ -91,6 +89,8 @@ class Index {
   // positions ascending in [0, n), one key each. Invalid names the first position that contradicts the tree.
   Walk walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t> positions,
             std::span<const Key> keys) const;
+  // keys_digest of the first `length` keys of a walk, whose nodes must still be there.
+  std::uint64_t digest(const Walk& walk, std::size_t length) const;
 
   // The root above id (or id, if it is one), by the ancestor jumps.
   NodeId root_of(NodeId id) const noexcept {

@@ -259,7 +259,7 @@ bool HostPool::forget(NodeId node) {
 // ---- questions -------------------------------------------------------------------------------------------
 
 std::size_t HostPool::match(const Walk& walk) const noexcept {
-  return static_cast<std::size_t>(std::find(walk.slots.begin(), walk.slots.end(), kNone) - walk.slots.begin());
+  return walk.ready;
 }
 
 std::vector<SlotId> HostPool::slots(std::span<const NodeId> nodes) const {

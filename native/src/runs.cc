@@ -1,5 +1,6 @@
 #include "runs.h"
 
+#include <algorithm>
 #include <string>
 
 namespace kv {
@@ -20,21 +21,25 @@ std::uint64_t first_outside(const SlotsExpected& expected) {
 
 }  // namespace
 
-std::vector<std::uint32_t> pack_slots(std::span<const SlotId> slots, std::uint32_t pages_per_slot) {
+// Sums of 32 bits throughout: a slot is the number of a page, so none that exists is near their end.
+bool runs_are_shorter(std::span<const SlotId> slots, std::uint32_t pages_per_slot) {
   check_pages(pages_per_slot);
   if (slots.size() > kPackedSlotsMax) throw Invalid("slots: at most " + std::to_string(kPackedSlotsMax));
-  // One pass without branches decides the form, so that scattered slots cost no more than a copy.
-  std::size_t breaks = 0, none = 0;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
+  // One pass without branches, so that scattered slots cost no more than a copy.
+  std::uint32_t breaks = 0, none = slots.empty() ? 0 : slots[0] == kNone;
+  for (std::size_t i = 1; i < slots.size(); ++i) {
     none += slots[i] == kNone;
-    breaks += i > 0 && slots[i] != std::uint64_t{slots[i - 1]} + pages_per_slot;
+    breaks += slots[i] != slots[i - 1] + pages_per_slot;
   }
   if (none != 0) throw Invalid("slots: NONE is not a slot");
-  if (slots.empty() || 2 * (breaks + 1) >= slots.size()) return {slots.begin(), slots.end()};
+  return !slots.empty() && 2 * (std::size_t{breaks} + 1) < slots.size();
+}
+
+std::vector<std::uint32_t> pack_slots(std::span<const SlotId> slots, std::uint32_t pages_per_slot) {
+  if (!runs_are_shorter(slots, pages_per_slot)) return {slots.begin(), slots.end()};
   std::vector<std::uint32_t> runs;
-  runs.reserve(2 * (breaks + 1));
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (i > 0 && slots[i] == std::uint64_t{slots[i - 1]} + pages_per_slot) {
+    if (i > 0 && slots[i] == slots[i - 1] + pages_per_slot) {
       ++runs.back();
     } else {
       runs.push_back(slots[i]);
@@ -49,8 +54,11 @@ std::vector<SlotId> unpack_slots(std::span<const std::uint32_t> packed, const Sl
   if (expected.count > kPackedSlotsMax) throw Invalid("slots: at most " + std::to_string(kPackedSlotsMax));
   const std::uint64_t outside = first_outside(expected);
   if (packed.size() == expected.count) {
-    for (std::size_t i = 0; i < packed.size(); ++i)
-      if (packed[i] >= outside) refuse(i, "is outside the arena");
+    SlotId highest = 0;  // without a branch per slot: this runs for every hit
+    for (SlotId slot : packed) highest = std::max(highest, slot);
+    if (!packed.empty() && highest >= outside)
+      refuse(static_cast<std::size_t>(std::find(packed.begin(), packed.end(), highest) - packed.begin()),
+             "is outside the arena");
     return {packed.begin(), packed.end()};
   }
   if (packed.size() > expected.count || packed.size() % 2 != 0)

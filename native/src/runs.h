@@ -16,7 +16,11 @@ namespace kv {
 
 inline constexpr std::size_t kPackedSlotsMax = std::size_t{1} << 20;  // most slots that one message may name
 
-// Neighbours are slots that follow each other at pages_per_slot. Invalid on kNone.
+// Whether pairs are shorter than a number per slot. Neighbours are slots that follow each other at
+// pages_per_slot. Invalid on kNone.
+bool runs_are_shorter(std::span<const SlotId> slots, std::uint32_t pages_per_slot);
+
+// The slots in whichever form is shorter. Invalid on kNone.
 std::vector<std::uint32_t> pack_slots(std::span<const SlotId> slots, std::uint32_t pages_per_slot);
 
 // What the slots of a reader must be like.

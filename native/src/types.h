@@ -38,6 +38,9 @@ struct Key {
   }
 };
 
+// What key number i adds to a chain's digest (hash.h: keys_digest).
+inline std::uint64_t digest_term(const Key& key, std::uint64_t i) noexcept { return key.hash() * (2 * i + 1); }
+
 enum class SlotState : std::uint32_t { kFree = 0, kFilling = 1, kReady = 2, kDraining = 3 };
 
 inline constexpr std::size_t round_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }

@@ -176,3 +176,11 @@ TEST_CASE("keys digest sees order") {
   CHECK(keys_digest(keys) != before);
   CHECK(keys_digest({}) == 0);
 }
+
+TEST_CASE("keys digests are those of every beginning") {
+  const auto keys = chain_keys(counting_key(), {.tokens = some_tokens(160)});
+  const auto sums = keys_digests(keys);
+  REQUIRE(sums.size() == keys.size());
+  for (std::size_t i = 0; i < keys.size(); ++i) CHECK(sums[i] == keys_digest(std::span(keys).first(i + 1)));
+  CHECK(keys_digests({}).empty());
+}

@@ -249,7 +249,7 @@ class NativeMachine(RuleBasedStateMachine):
         assert (walk.depth, walk.gap_stop) == (depth, unknown[0] if unknown else len(keys))
         assert walk.root == self.roots[spec[0]]
         assert walk.nodes.tolist() == [self.node(key) for key in keys[:depth]]
-        assert walk.digest(depth) == _native.keys_digest(rows(keys[:depth])) if depth else True
+        assert self.index.digest(walk, depth) == _native.keys_digest(rows(keys[:depth])) if depth else True
         readable = next((i for i in range(depth) if keys[i] not in self.ready), depth)
         assert self.pool.match(walk) == readable
         if touch and depth:

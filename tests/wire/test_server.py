@@ -79,7 +79,7 @@ async def test_a_frame_over_the_limit_ends_the_connection_with_a_reason() -> Non
 async def test_a_client_that_never_reads_is_hung_up_on() -> None:
     sink = Sink(asyncio.get_running_loop())
     while not sink.closed.done():
-        sink.connection.send(bytes(1 << 20))
+        sink.connection.send(frame(1 << 20))
         await asyncio.sleep(0)
     assert "does not read" in sink.closed.result()
     sink.client.close()

@@ -81,7 +81,7 @@ def _match(asked: Asked) -> int:
     except ValueError as error:
         raise BadRequest(f"keys: {error}") from None
     length = asked.group.host.match(walk)
-    if walk.digest(length) != asked.chain.digest(length):
+    if index.digest(walk, length) != asked.chain.digest(length):
         raise BadRequest("keys.packed: not the keys of one chain in their order")
     return length
 
