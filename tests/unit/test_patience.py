@@ -74,7 +74,9 @@ def looks_at_once(waiter: Waiter, clock: Ticking) -> bool:
     return waiter.readable(deadline=clock.time_s + 1) and clock.looks - before == 1
 
 
-def test_an_event_loop_that_was_busy_looks_before_it_sleeps(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_an_event_loop_that_was_busy_looks_before_it_sleeps(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
     clock = Ticking(NEXT_S / 10)
     with LookingSelector(clock) as selector:
         selector.register(ends[0], selectors.EVENT_READ)
