@@ -14,6 +14,9 @@
 #include "pieces.h"
 
 // Older C libraries do not know all of these; the kernel is asked and may say EINVAL.
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -49,11 +52,14 @@ bool collapse(std::uint8_t* piece) {
   return false;
 }
 
-void populate_piece(std::uint8_t* piece, std::size_t bytes) {
-  while (madvise(piece, bytes, MADV_POPULATE_WRITE) != 0) {
+void populate_piece(std::uint8_t* piece, std::size_t bytes, bool writable = true) {
+  while (madvise(piece, bytes, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
     if (errno != EINVAL) fail("arena: cannot populate memory; lower capacity_bytes or free memory");
-    for (std::size_t i = 0; i < bytes; i += kPageBytes) touch(piece + i);  // Linux < 5.14
+    for (std::size_t i = 0; i < bytes; i += kPageBytes) {  // Linux < 5.14
+      if (writable) touch(piece + i);
+      else static_cast<void>(*static_cast<volatile std::uint8_t*>(piece + i));
+    }
     return;
   }
 }
@@ -179,10 +185,16 @@ bool Arena::prefault(int threads, bool huge_pages, bool lock) {
       populate_piece(piece, kHugeBytes);
     }
     first_use(piece, kHugeBytes);
+    populate_control(i * kHugeBytes, kHugeBytes);
     prefaulted_.fetch_add(kHugeBytes, std::memory_order_relaxed);
   });
   if (lock && mlock(data_, capacity_) != 0) refuse_lock(capacity_);
   return all_huge.load();
+}
+
+// The entries of large slots lie a page or more apart: left alone, every slot would fault once in every process.
+void Arena::populate_control(std::size_t start, std::size_t bytes) {
+  populate_piece(reinterpret_cast<std::uint8_t*>(control_) + control_bytes(start), control_bytes(bytes), owner_);
 }
 
 void Arena::populate(int threads) {
@@ -192,6 +204,7 @@ void Arena::populate(int threads) {
     const std::size_t bytes = std::min(kPopulateBytes, capacity_ - start);
     populate_piece(data_ + start, bytes);
     first_use(data_ + start, bytes);
+    populate_control(start, bytes);
     prefaulted_.fetch_add(bytes, std::memory_order_relaxed);
   });
 }

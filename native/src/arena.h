@@ -70,6 +70,7 @@ class Arena {
   Arena() = default;
   static std::shared_ptr<Arena> open(const std::string& name, Fd data, std::size_t capacity);
   void map_regions(int data_fd, int control_fd);
+  void populate_control(std::size_t start, std::size_t bytes);
   void check_headroom() const;
 
   std::uint8_t* data_ = nullptr;
