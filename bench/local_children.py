@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.limits import LibcCopy, memory_of, numpy_copy
-from bench.measure import Arm, Ratio, measure, working_set_bytes
+from bench.limits import LibcCopy, memory_of
+from bench.measure import Ratio, working_set_bytes
 from bench.paged import PagedMemory, client_of, layout_of
 from kvstore.client import Client
 from kvstore.types import Reuse
@@ -25,76 +24,73 @@ __all__ = ["Lag", "first_saves", "probe"]
 
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB
-FIRST_BYTES = 256 * MIB
 # A client that asks this often adds nothing to the load and misses no pause worth the name.
 _PROBE_PAUSE_S = 0.001
 _CHILD_S = 300
 
 
-def first_saves(socket: Path, clients: int) -> tuple[Ratio, Ratio]:
-    """The first save of so many fresh processes, each against memcpy in that process right after it.
+def first_saves(socket: Path, clients: int, bytes_: int) -> tuple[Ratio, Ratio]:
+    """The very first save of fresh processes, against the very first memcpy of others that were made alike.
+
+    Both find everything prefaulted and mapped and nothing in a cache; what a first access still costs on this
+    machine, memcpy pays too.
+
+    Args:
+        socket: the daemon's.
+        clients: processes of each kind, in turns.
+        bytes_: of one save.
 
     Returns:
         Its speed over memcpy, and memcpy over itself.
     """
     speeds, controls = [], []
-    for number in range(clients):
-        run = subprocess.run(
-            [sys.executable, "-m", "bench.local_children", "first", str(socket), str(number)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_CHILD_S,
-        )
-        if run.returncode:
-            raise SystemExit(f"a fresh client failed: {run.stdout}{run.stderr}")
-        got = json.loads(run.stdout.splitlines()[-1])
-        speeds.append(got["speed"])
-        controls.append(got["control"])
+    for turn in range(clients):
+        kinds = ["save", "memcpy", "again"] if turn % 2 == 0 else ["again", "memcpy", "save"]
+        seconds = {kind: _child_s(socket, kind, 10 * turn + at, bytes_) for at, kind in enumerate(kinds)}
+        speeds.append((seconds["memcpy"] + seconds["again"]) / 2 / seconds["save"])
+        controls.append(seconds["memcpy"] / seconds["again"])
     return Ratio.of(speeds), Ratio.of(controls)
 
 
-def _first(socket: Path, seed: int) -> dict[str, float]:
-    count = FIRST_BYTES // BLOCK_BYTES
+def _child_s(socket: Path, kind: str, seed: int, bytes_: int) -> float:
+    run = subprocess.run(
+        [sys.executable, "-m", "bench.local_children", kind, str(socket), str(seed), str(bytes_)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_CHILD_S,
+    )
+    if run.returncode:
+        raise SystemExit(f"a fresh client failed: {run.stdout}{run.stderr}")
+    return float(run.stdout.splitlines()[-1])
+
+
+def _first_s(socket: Path, kind: str, seed: int, bytes_: int) -> float:
+    """Seconds of the first transfer of this process."""
+    count = bytes_ // BLOCK_BYTES
     # The whole working set, though one save is a part of it: what it reads must not be in a cache already.
     memory = PagedMemory(layout_of(BLOCK_BYTES), working_set_bytes() // BLOCK_BYTES)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as path, client_of(socket, memory) as client:
         memory.fill(seed)
         random = np.random.default_rng(seed)
         blocks = random.permutation(memory.blocks).astype(np.uint32)[:count]
-        chain = client.chain(np.full(16 * count, 1000 + seed, np.uint32), "default", Reuse.OWN)
-        assert chain is not None
-        _read_all(memory)
-        start = time.perf_counter()
-        done = client.save(chain, 0, count, blocks).wait(60)
-        first_s = time.perf_counter() - start
-        if done is None or done.ready != count:
-            raise SystemExit(f"the first save failed: {done}")
+        prompt = np.random.default_rng([seed, count]).integers(0, 1 << 31, 16 * count, np.uint32)
+        chain = client.chain(prompt, "default", Reuse.OWN)
         attachment = client._core.attachment
+        assert chain is not None
         assert attachment is not None
         assert attachment.arena is not None
         arena, libc = memory_of(attachment.arena), LibcCopy(Path(path))
-        offsets = blocks.astype(np.uint64)
-
-        def others() -> None:
-            nonlocal blocks, offsets
-            blocks = random.permutation(memory.blocks).astype(np.uint32)[:count]
-            places = random.permutation(arena.size // BLOCK_BYTES)[:count]
-            offsets = places.astype(np.uint64) * BLOCK_BYTES
-            _read_all(memory)
-
-        def by_numpy() -> None:
-            numpy_copy(arena, offsets, memory.flat, blocks.astype(np.uint64) * BLOCK_BYTES, BLOCK_BYTES)
-
-        limits = [
-            Arm("memcpy", lambda: libc.save(arena, offsets, memory.flat, blocks, BLOCK_BYTES), others),
-            Arm("numpy", by_numpy, others),
-        ]
-        limit = measure(limits, [], turns=5, warm_turns=0)
-    return {
-        "speed": statistics.median(limit.wall_s[limit.limit]) / first_s,
-        "control": limit.control.median,
-    }
+        places = random.permutation(arena.size // BLOCK_BYTES)[:count].astype(np.uint64) * BLOCK_BYTES
+        _read_all(memory)
+        start = time.perf_counter()
+        if kind == "save":
+            done = client.save(chain, 0, count, blocks).wait(60)
+            if done is None or done.ready != count:
+                raise SystemExit(f"the first save failed: {done}")
+        else:
+            libc.save(arena, places, memory.flat, blocks, BLOCK_BYTES)
+        return time.perf_counter() - start
 
 
 def _read_all(memory: PagedMemory) -> None:
@@ -160,7 +156,7 @@ def _probe(socket: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "first":
-        print(json.dumps(_first(Path(sys.argv[2]), int(sys.argv[3]))))
-    else:
+    if sys.argv[1] == "probe":
         _probe(Path(sys.argv[2]))
+    else:
+        print(_first_s(Path(sys.argv[2]), sys.argv[1], int(sys.argv[3]), int(sys.argv[4])))

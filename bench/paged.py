@@ -79,10 +79,12 @@ class PagedMemory:
         self.cells[layer, block, :, head] = np.frombuffer(data, np.uint8).reshape(2, -1)
 
     def fill(self, seed: int) -> None:
-        """Random bytes everywhere."""
-        self.flat.view(np.uint64)[:] = np.random.default_rng(seed).integers(
-            0, 1 << 63, self.flat.size // 8, np.uint64
-        )
+        """Random bytes everywhere; the same 64 MiB again and again, but each block gets other ones."""
+        words = self.flat.view(np.uint64)
+        piece = np.random.default_rng(seed).integers(0, 1 << 63, min(words.size, 8 << 20), np.uint64)
+        for number, start in enumerate(range(0, words.size, piece.size)):
+            part = words[start : start + piece.size]
+            np.add(piece[: part.size], np.uint64(number), out=part)
 
     def block(self, block: int) -> NDArray[np.uint8]:
         """The bytes of one block, copied."""

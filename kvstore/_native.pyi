@@ -44,9 +44,7 @@ def chain_keys(
 def keys_digest(keys: U8) -> int:
     """Order-sensitive 64-bit digest of (n, 32) keys: Σ first8(key_i) · (2i + 1) mod 2⁶⁴."""
 
-def keys_digests(keys: U8) -> U64:
-    """(n,) keys_digest of the first key, of the first two, …"""
-
+def keys_digests(keys: U8) -> U64: ...  # (n,) keys_digest of the first key, of the first two, …
 def crc32c(data: Bytes, value: int = 0) -> int: ...
 def crc_paths() -> list[str]:
     """Copy+CRC implementations this CPU can run, best first: vpclmulqdq512, pclmul128, sse42, plain."""
@@ -189,8 +187,7 @@ class Walk:
     def gap_stop(self) -> int:
         """First asked position that is unknown (or n): [depth, gap_stop) is not decided yet."""
     @property
-    def nodes(self) -> U32:
-        """(depth,) nodes in chain order."""
+    def nodes(self) -> U32: ...  # (depth,) in chain order
     def packed(self, start: int, stop: int, pages_per_slot: int) -> bytes:
         """pack_slots() of blocks [start, stop), as they lay when the walk was made."""
 
@@ -208,8 +205,7 @@ class Index:
         """positions ascending in [0, n), n <= 262144 blocks, keys (k, 32). ValueError on more than KEYS_MAX
         keys, a key known at another depth, on another chain, or under another root, and on an unknown key
         before the deepest known one (its position is named)."""
-    def digest(self, walk: Walk, length: int) -> int:
-        """keys_digest of the first `length` keys of a walk whose nodes are still there."""
+    def digest(self, walk: Walk, length: int) -> int: ...  # of its first keys; its nodes must still be there
     def keys(self, nodes: U32) -> U8: ...
     def parent(self, node: int) -> int: ...
     def depth(self, node: int) -> int: ...

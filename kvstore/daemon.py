@@ -17,6 +17,7 @@ from kvstore import __version__
 from kvstore.checks import Checks
 from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
+from kvstore.heap import collapse_heap
 from kvstore.housekeeping import Housekeeping
 from kvstore.keep.keeping import Keeping, let_go_of_leftovers
 from kvstore.keep.systemd import notify
@@ -167,6 +168,7 @@ async def serve(
         # What start-up made lives as long as the daemon; a full collection that walks it takes 30 ms.
         gc.collect()
         gc.freeze()
+        collapse_heap()
         log.info(
             "kvstore serves",
             version=__version__,

@@ -115,7 +115,8 @@ class AsyncClient(Face):
             chain: keys under one of our roots.
             blocks: use only the first so many (default: all).
 
-        Cost: one round trip of about 2·√n keys, two if the deepest known block lies between them.
+        Cost: one round trip; beyond 1,024 blocks of about 2·√n keys, and a second one if the deepest known
+            block lies between them.
 
         Raises:
             BadRequest: blocks is outside the chain.

@@ -92,7 +92,8 @@ def _ask(core: Core, attachment: Attachment, chain: KeyChain, trip: _Trip, deadl
     if positions.size > attachment.keys_max:
         # Keep the first and the last, thin out between them: still ascending, still a probe.
         positions = positions[np.linspace(0, positions.size - 1, attachment.keys_max).astype(np.intp)]
-    numbers, keys = u32_bytes(positions), chain.keys.take(positions, 0).tobytes()
+    sent = chain.keys[:n] if positions.size == n else chain.keys.take(positions, 0)
+    numbers, keys = u32_bytes(positions), sent.tobytes()
     message = Extend(trip.lease, numbers, keys) if trip.lease else Lookup(chain.root, n, numbers, keys)
     found = yield from ask(core, attachment.link, message, Found, deadline)
     load_start, load_stop = found.load

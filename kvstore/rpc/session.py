@@ -13,21 +13,20 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from kvstore import _native, block_tables, engines
 from kvstore.callers import Caller
 from kvstore.checks import Checks
-from kvstore.errors import STATUS, BadRequest, KVStoreError, LayoutRefused, Refused
+from kvstore.errors import BadRequest, KVStoreError, LayoutRefused, Refused
 from kvstore.rpc import messages as m
 from kvstore.rpc.attach import Proof, caller_of, check_hello
 from kvstore.rpc.connection import Connection, framed
+from kvstore.rpc.replies import as_keys, as_numbers, failed, found, orders
 from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.timings import record
 from kvstore.status import status
-from kvstore.store import Match, Store
+from kvstore.store import Store
 from kvstore.tiers.gpu import BorrowedPool, OwnedPool
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class Session:
             if self.caller is None and not self.tool:
                 self._refuse(frame.id, error)
                 return
-            body = _failed(error)
+            body = failed(error)
         except Exception as error:  # a bug of ours costs one session, not the daemon
             log.exception("bug", **self.who, request=frame.id, message=type(frame.body).__name__)
             self._refuse(
@@ -138,7 +137,7 @@ class Session:
     def _refuse(self, request: int, error: KVStoreError) -> None:
         """Say why, then hang up."""
         log.warning("session refused", **self.who, pid=self.peer.pid, request=request, reason=str(error))
-        self._reply(request, _failed(error))
+        self._reply(request, failed(error))
         if self.connection is not None:
             self.connection.close(str(error), after_sending=True)
 
@@ -202,7 +201,7 @@ class Session:
         except LayoutRefused as error:
             self._refuse(request, error)
         else:
-            given_up = _failed(BadRequest("proved_store: the proof was given up meanwhile"))
+            given_up = failed(BadRequest("proved_store: the proof was given up meanwhile"))
             self._reply(request, m.ProveLoad(seed) if seed else given_up)
 
     def _proved(self, caller: Caller, body: m.Proved) -> m.Done:
@@ -232,30 +231,30 @@ class Session:
     # ---- reading -----------------------------------------------------------------------------------------
 
     def _lookup(self, caller: Caller, body: m.Lookup) -> m.Found:
-        positions, keys = _numbers(body.positions, "positions"), _keys(body.keys)
-        return _found(self.store.lookup(caller, body.root, body.blocks, positions, keys))
+        positions, keys = as_numbers(body.positions, "positions"), as_keys(body.keys)
+        return found(self.store.lookup(caller, body.root, body.blocks, positions, keys))
 
     def _extend(self, caller: Caller, body: m.Extend) -> m.Found:
-        positions, keys = _numbers(body.positions, "positions"), _keys(body.keys)
-        return _found(self.store.extend(caller, body.lease, positions, keys))
+        positions, keys = as_numbers(body.positions, "positions"), as_keys(body.keys)
+        return found(self.store.extend(caller, body.lease, positions, keys))
 
     def _fetch(self, caller: Caller, body: m.Fetch) -> m.Fetched:
         return m.Fetched(body.stop, self.store.fetch(caller, body.lease, body.start, body.stop))
 
     def _report(self, caller: Caller, body: m.Report) -> m.Done:
-        dropped = self.store.report(caller, body.lease, _numbers(body.bad, "bad"))
+        dropped = self.store.report(caller, body.lease, as_numbers(body.bad, "bad"))
         if dropped:
             fix = "check this machine's memory, and processes that write to the arena"
             log.error("corrupt blocks dropped", **self.who, lease=body.lease, blocks=dropped, fix=fix)
         return m.Done()
 
     def _release(self, caller: Caller, body: m.Release) -> m.Released:
-        return m.Released(_orders(block_tables.release(caller, body.lease)))
+        return m.Released(orders(block_tables.release(caller, body.lease)))
 
     # ---- writing -----------------------------------------------------------------------------------------
 
     def _reserve(self, caller: Caller, body: m.Reserve) -> m.Reserved:
-        got = self.store.reserve(caller, body.root, body.parent, _keys(body.keys))
+        got = self.store.reserve(caller, body.root, body.parent, as_keys(body.keys))
         token = got.filling.token if got.filling is not None else 0
         slots = got.slots.tobytes()
         generations = got.filling.generations.tobytes() if got.filling is not None else b""
@@ -278,18 +277,18 @@ class Session:
         lease = table.lease.id if len(table.lease.table) or body.lease else 0
         load = (table.load_start, table.load_stop)
         return m.Acquired(
-            lease, table.added.tobytes(), table.device, load, table.runs, _orders(table.demotions), table.busy
+            lease, table.added.tobytes(), table.device, load, table.runs, orders(table.demotions), table.busy
         )
 
     def _commit(self, caller: Caller, body: m.Commit) -> m.Committed:
-        keys = _keys(body.keys)
+        keys = as_keys(body.keys)
         return m.Committed(
             block_tables.commit(self.store, caller, body.lease, body.root, body.start, body.parent, keys)
         )
 
     def _adopt(self, caller: Caller, body: m.Adopt) -> m.Acquired:
-        table = _numbers(body.table, "table")
-        lease = block_tables.adopt(self.store, caller, body.root, table, _keys(body.keys))
+        table = as_numbers(body.table, "table")
+        lease = block_tables.adopt(self.store, caller, body.root, table, as_keys(body.keys))
         return m.Acquired(lease.id, b"", 0, (0, 0), b"", [])
 
     def _observe(self, caller: Caller, body: m.Observe) -> m.Done:
@@ -297,7 +296,7 @@ class Session:
         if not isinstance(pool, BorrowedPool):
             raise BadRequest("observe: this engine has no borrowed pool; send Pool(kind=borrowed) first")
         counts = {"mapped": body.mapped, "idle": body.idle, "free": body.free}
-        pool.observe(counts, _keys(body.stored), _keys(body.removed))
+        pool.observe(counts, as_keys(body.stored), as_keys(body.removed))
         caller.group.record_changes(caller.engine)
         return m.Done()
 
@@ -359,43 +358,3 @@ _ATTACHED: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {
     m.Observe: Session._observe,
     m.Timings: Session._timings,
 }
-
-
-def _numbers(raw: bytes, field: str) -> NDArray[np.uint32]:
-    if len(raw) % 4 or len(raw) > 4 * m.NUMBERS_MAX:
-        raise BadRequest(f"{field}: need a multiple of 4 bytes, at most {4 * m.NUMBERS_MAX}, got {len(raw)}")
-    return np.frombuffer(raw, np.uint32)
-
-
-def _keys(raw: bytes) -> NDArray[np.uint8]:
-    if len(raw) % 32 or len(raw) > 32 * _native.KEYS_MAX:
-        raise BadRequest(f"keys: need 32 bytes each, at most {_native.KEYS_MAX} keys, got {len(raw)} bytes")
-    return np.frombuffer(raw, np.uint8).reshape(-1, 32)
-
-
-def _found(match: Match) -> m.Found:
-    plan, lease = match.plan, match.lease
-    return m.Found(
-        lease.id if lease is not None else 0,
-        len(lease.nodes) if lease is not None else 0,
-        lease.device if lease is not None else 0,
-        match.known,
-        match.gap_stop,
-        match.digest,
-        (plan.load_start, plan.load_stop),
-        match.runs,
-        [(span.tier.value, span.start, span.stop) for span in plan.spans],
-        plan.reason,
-    )
-
-
-def _orders(demotions: tuple[block_tables.Demotion, ...]) -> list[m.Demote]:
-    return [
-        m.Demote(f.token, d.blocks.tobytes(), f.slots.tobytes(), f.generations.tobytes())
-        for d in demotions
-        for f in (d.filling,)
-    ]
-
-
-def _failed(error: KVStoreError) -> m.Failed:
-    return m.Failed(STATUS[type(error)], str(error))

@@ -265,24 +265,30 @@ Walk Index::walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t
   return result;
 }
 
-// From the end, a few keys and then more at a time: a chain that is known as a whole costs one step.
+// What is known of a chain is its beginning (ancestors are closed), so a few rounds of several keys each find
+// where that ends. The last keys come first: a conversation that grows ends there.
 std::size_t Index::last_known(std::span<const std::uint32_t> positions, std::span<const Key> keys,
                               Walk& walk) const {
-  constexpr std::size_t kFirst = 8, kMost = 64;
-  std::size_t stop = keys.size();
-  for (std::size_t step = kFirst; stop > 0; step = std::min(2 * step, kMost)) {
-    const std::size_t start = stop > step ? stop - step : 0;
-    const std::vector<NodeId> ids = find_all(keys.subspan(start, stop - start));
-    for (std::size_t i = stop; i-- > start;) {
-      if (ids[i - start] == kNone) continue;
-      check_depth(ids[i - start], i, positions[i]);
-      walk.deepest = ids[i - start];
-      walk.depth = positions[i] + 1;
-      return i;
+  constexpr std::size_t kTail = 8, kWays = 16;
+  std::size_t known = 0, unknown = keys.size();  // keys[known - 1] is known, keys[unknown] is not
+  std::size_t start = unknown - std::min(unknown, kTail), step = 1;
+  while (known < unknown) {
+    std::vector<Key> some;
+    for (std::size_t i = start; i < unknown; i += step) some.push_back(keys[i]);
+    const std::vector<NodeId> ids = find_all(some);
+    std::size_t found = ids.size();
+    while (found > 0 && ids[found - 1] == kNone) --found;
+    if (found < ids.size()) unknown = start + found * step;
+    if (found > 0) {
+      known = start + (found - 1) * step + 1;
+      check_depth(ids[found - 1], known - 1, positions[known - 1]);
+      walk.deepest = ids[found - 1];
+      walk.depth = positions[known - 1] + 1;
     }
-    stop = start;
+    step = (unknown - known + kWays - 1) / kWays;
+    start = known + step - 1;
   }
-  return 0;
+  return known == 0 ? 0 : known - 1;
 }
 
 void Index::check_depth(NodeId id, std::size_t i, std::uint32_t position) const {

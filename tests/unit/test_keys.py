@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore import _native, keys
 from kvstore.errors import BadRequest
-from kvstore.keys import KEY_BYTES, KeyChain, as_tokens, probe_positions
+from kvstore.keys import KEY_BYTES, WHOLE_MAX, KeyChain, as_tokens, probe_positions
 
 ROOT = bytes(range(200, 232))
 TOKEN = st.integers(0, 2**32 - 1)
@@ -166,13 +166,16 @@ def test_more_tokens_than_any_context_are_refused() -> None:
 # ---- probes -----------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 1 << 24))
-@example(1)
-@example(8)
-@example(9)
-@example(8000)
-def test_probes(blocks: int) -> None:
-    positions = probe_positions(blocks).tolist()
+@given(st.integers(1, 1 << 24), st.sampled_from([0, 16, WHOLE_MAX]))
+@example(1, 0)
+@example(8, 0)
+@example(9, 0)
+@example(8000, WHOLE_MAX)
+def test_probes(blocks: int, whole_max: int) -> None:
+    positions = probe_positions(blocks, whole_max).tolist()
+    if blocks <= whole_max:
+        assert positions == list(range(blocks))
+        return
     assert positions == sorted(set(positions))
     assert positions[0] == 0
     assert positions[-min(8, blocks) :] == list(range(max(0, blocks - 8), blocks))
@@ -183,7 +186,7 @@ def test_probes(blocks: int) -> None:
 
 @pytest.mark.parametrize("blocks", [0, -1])
 def test_nothing_to_probe(blocks: int) -> None:
-    assert probe_positions(blocks).size == 0
+    assert probe_positions(blocks).size == probe_positions(blocks, 0).size == 0
 
 
 def test_a_long_chain_fits_one_native_call() -> None:

@@ -1,0 +1,59 @@
+"""Between the values of the store and the messages of the session protocol."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import _native
+from kvstore.block_tables import Demotion
+from kvstore.errors import STATUS, BadRequest, KVStoreError
+from kvstore.rpc import messages as m
+from kvstore.store import Match
+
+__all__ = ["as_keys", "as_numbers", "failed", "found", "orders"]
+
+
+def as_numbers(raw: bytes, field: str) -> NDArray[np.uint32]:
+    """Numbers of a message's `field`. Raises BadRequest."""
+    if len(raw) % 4 or len(raw) > 4 * m.NUMBERS_MAX:
+        raise BadRequest(f"{field}: need a multiple of 4 bytes, at most {4 * m.NUMBERS_MAX}, got {len(raw)}")
+    return np.frombuffer(raw, np.uint32)
+
+
+def as_keys(raw: bytes) -> NDArray[np.uint8]:
+    """(n, 32) keys of a message. Raises BadRequest."""
+    if len(raw) % 32 or len(raw) > 32 * _native.KEYS_MAX:
+        raise BadRequest(f"keys: need 32 bytes each, at most {_native.KEYS_MAX} keys, got {len(raw)} bytes")
+    return np.frombuffer(raw, np.uint8).reshape(-1, 32)
+
+
+def found(match: Match) -> m.Found:
+    """The answer to a lookup."""
+    plan, lease = match.plan, match.lease
+    return m.Found(
+        lease.id if lease is not None else 0,
+        len(lease.nodes) if lease is not None else 0,
+        lease.device if lease is not None else 0,
+        match.known,
+        match.gap_stop,
+        match.digest,
+        (plan.load_start, plan.load_stop),
+        match.runs,
+        [(span.tier.value, span.start, span.stop) for span in plan.spans],
+        plan.reason,
+    )
+
+
+def orders(demotions: tuple[Demotion, ...]) -> list[m.Demote]:
+    """What the engine is to copy down."""
+    return [
+        m.Demote(f.token, d.blocks.tobytes(), f.slots.tobytes(), f.generations.tobytes())
+        for d in demotions
+        for f in (d.filling,)
+    ]
+
+
+def failed(error: KVStoreError) -> m.Failed:
+    """Why a request was not done."""
+    return m.Failed(STATUS[type(error)], str(error))
