@@ -79,7 +79,8 @@ def _aiofiles() -> str:
 _COPIES = {
     "load_over_memcpy": ("load, every cell checked", ("2m", "256k", "64k")),
     "save_steady_over_memcpy": ("save into a full arena, summed on the way", ("2m", "256k", "64k")),
-    "save_first_over_memcpy": ("the very first save of a fresh process", ("2m",)),
+    "save_first_over_memcpy": ("the very first save of a fresh process, 512 MiB", ("2m",)),
+    "save_first_256m_over_memcpy": ("the very first save of a fresh process, 256 MiB", ("2m",)),
 }
 _LOOKUPS = {"": "whole chain known", "half_": "half of it known", "miss_": "nothing known"}
 _SIZES = {"2m": "2 MiB", "256k": "256 KiB", "64k": "64 KiB"}
@@ -96,7 +97,8 @@ def _local() -> str:
         for length in (1000, 8000):
             rows.append(_row(what, f"{length:,}", spread[f"lookup_{kind}{length}_over_echo"]))
     facts = (
-        "\nmemcpy: the better of the C library's and numpy's, same pages, one thread each. Echo: all keys of",
+        "\nmemcpy: the better of the C library's and numpy's, same pages, one thread each; for a first save",
+        "the first memcpy of another fresh process. Echo: all keys of",
         "the chain to a bare asyncio server and back, over the same kind of socket. The daemon holds",
         f"{result['lookup_nodes']:,} nodes in random order. A key costs",
         f"{result['hash_over_compression']:.2f} × a bare BLAKE2b compression. A heartbeat beside the copying",

@@ -203,8 +203,8 @@ class Index:
     def find(self, key: Bytes) -> int: ...
     def walk(self, root: Bytes, n: int, positions: U32, keys: U8) -> Walk:
         """positions ascending in [0, n), n <= 262144 blocks, keys (k, 32). ValueError on more than KEYS_MAX
-        keys, a key known at another depth, on another chain, or under another root, and on an unknown key
-        before the deepest known one (its position is named)."""
+        keys, and where one up to the deepest known key is unknown, or known at another depth, on another
+        chain or under another root (its position is named); later keys are only sampled."""
     def digest(self, walk: Walk, length: int) -> int: ...  # of its first keys; its nodes must still be there
     def keys(self, nodes: U32) -> U8: ...
     def parent(self, node: int) -> int: ...

@@ -163,12 +163,13 @@ async def serve(
         house = Housekeeping(daemon.store, daemon.salts, daemon.keeping)
         await house.restore()
         await daemon.open_api()
+        if config.host.huge_pages:
+            collapse_heap()
         daemon.listen(loop, on_stop)  # last of the doors: who waits for this socket finds the others open
         await house.open(daemon.sessions)
         # What start-up made lives as long as the daemon; a full collection that walks it takes 30 ms.
         gc.collect()
         gc.freeze()
-        collapse_heap()
         log.info(
             "kvstore serves",
             version=__version__,

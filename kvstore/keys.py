@@ -59,12 +59,12 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]
 
 
 def probe_positions(blocks: int, whole_max: int = WHOLE_MAX) -> NDArray[np.uint32]:
-    """Positions of the keys that a first lookup sends (LAWS C13).
+    """Positions of the keys that a first lookup sends.
 
     Short chains send all: one trip decides them, which costs less than the second trip that half of a chain
-    would need. Longer ones send 0, about √n spread, the last 8: a growing conversation usually ends within
-    the last 8, so it needs no second trip; otherwise the deepest known probe leaves a gap of about √n keys
-    for one.
+    would need. Longer ones send 0, about √n spread, the last 8 (LAWS C13): a growing conversation mostly ends
+    within the last 8, so it needs no second trip; otherwise the deepest known probe leaves a gap of about √n
+    keys for one.
 
     Args:
         blocks: length of the chain in full blocks.

@@ -101,11 +101,15 @@ class LookingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> _Events:
         """As every selector: events by `timeout` seconds, None = whenever."""
-        if self._busy and (timeout is None or timeout > 0):
+        if timeout is not None and timeout <= 0:  # the loop has work: it does not sleep
+            now = super().select(timeout)
+            self._busy = self._busy or bool(now)
+            return now
+        if self._busy:
             deadline = float("inf") if timeout is None else self._clock.now() + timeout
-            events = self._patience.look(self._ready, deadline)
-            if events:
-                return events
+            if seen := self._patience.look(self._ready, deadline):
+                return seen
+            timeout = None if timeout is None else max(0.0, deadline - self._clock.now())
         events = super().select(timeout)
         self._busy = bool(events)
         return events

@@ -108,9 +108,8 @@ class ThreadLink:
         self.fail("closed")
         with self._lock:
             # A thread that still polls the descriptor must let go first: its number may be reused.
-            self._waiting += 1
-            self._changed.wait_for(lambda: self._users == 0)
-            self._waiting -= 1
+            while self._users:
+                self._wait(None)
             if not self._closed:
                 self._closed = True
                 close_fds(self._fds)
@@ -132,6 +131,13 @@ class ThreadLink:
         with self._lock:
             self._users -= 1
             self._tell_waiting()
+
+    def _wait(self, seconds: float | None) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._waiting -= 1
 
     def _tell_waiting(self) -> None:
         if self._waiting:
@@ -167,9 +173,7 @@ class ThreadLink:
                 remaining = deadline - self._clock.now()
                 if remaining <= 0:
                     return False
-                self._waiting += 1
-                self._changed.wait(remaining)
-                self._waiting -= 1
+                self._wait(remaining)
                 return True
             self._reading = True
         try:

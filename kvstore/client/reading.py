@@ -87,7 +87,7 @@ class _Trip:
 
 
 def _ask(core: Core, attachment: Attachment, chain: KeyChain, trip: _Trip, deadline: float) -> Op[Found]:
-    """The spread probe of the first trip, or the keys of the gap that the one before left."""
+    """The keys of the first trip, or those of the gap that the one before left."""
     n, positions = trip.blocks, trip.positions
     if positions.size > attachment.keys_max:
         # Keep the first and the last, thin out between them: still ascending, still a probe.

@@ -83,7 +83,7 @@ class SessionDriver:
     # ---- reading -----------------------------------------------------------------------------------------
 
     def lookup(self, chain: KeyChain) -> Found:
-        """Ask as a client does: √n keys first, then the keys of the gap.
+        """Ask as a client does: all keys of a short chain, else √n first and then the gap.
 
         Raises:
             AssertionError: the store's digest is not that of this chain's keys.

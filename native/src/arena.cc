@@ -158,12 +158,15 @@ Arena::~Arena() {
 }
 
 void Arena::check_headroom() const {
-  struct stat info{};
-  if (fstat(data_fd_, &info) != 0) fail("arena: fstat");
-  const std::size_t present = static_cast<std::size_t>(info.st_blocks) * 512;
-  // What is missing of the arena, its control region (1/64), and page tables should huge pages fail (1/512).
-  const std::size_t missing = capacity_ - std::min(present, capacity_);
-  const std::size_t needed = missing + missing / 64 + missing / 512;
+  const auto missing_of = [](int fd, std::size_t bytes) {
+    struct stat info{};
+    if (fstat(fd, &info) != 0) fail("arena: fstat");
+    return bytes - std::min(static_cast<std::size_t>(info.st_blocks) * 512, bytes);
+  };
+  // What is missing of the arena and of its control region (a kept arena has a new one), and page tables should
+  // huge pages fail (1/512).
+  const std::size_t missing = missing_of(data_fd_, capacity_);
+  const std::size_t needed = missing + missing_of(control_fd_, control_bytes(capacity_)) + missing / 512;
   const Headroom room = memory_headroom();
   if (needed > room.bytes)
     throw Invalid("arena: capacity_bytes = " + std::to_string(capacity_) + " needs " + std::to_string(needed) +

@@ -17,7 +17,7 @@
 
 namespace kv {
 
-// What everyone may know about a slot. One per page of the arena (sparse: only first pages are used).
+// What everyone may know about a slot. One per page of the arena (only those of first pages are used).
 // Writers (the daemon only): bump `generation` and set kFilling *before* a slot is handed out, fill the
 // other fields, then store kReady with release. Readers: see copy.h.
 struct alignas(64) ControlEntry {
@@ -53,7 +53,7 @@ class Arena {
   // fall back to 4 KiB pages, then mlock if asked. Returns true if every piece became huge. Reports through
   // prefaulted_bytes(). Invalid, before anything is touched, when memory or the mlock limit is too small.
   bool prefault(int threads, bool huge_pages, bool lock);
-  // Client, once at attach (LAWS G28): fill this process's page tables with MADV_POPULATE_WRITE.
+  // Client, once at attach (LAWS G28): fill this process's page tables, of the control region too.
   void populate(int threads);
   std::size_t prefaulted_bytes() const { return prefaulted_.load(std::memory_order_relaxed); }
 

@@ -86,7 +86,8 @@ class Index {
 
   NodeId root(const Key& key);
   NodeId find(const Key& key) const noexcept;
-  // positions ascending in [0, n), one key each. Invalid names the first position that contradicts the tree.
+  // positions ascending in [0, n), one key each. Invalid names a position that contradicts the tree, at or before
+  // the deepest known key; what comes after that is looked at only here and there (bisection).
   Walk walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t> positions,
             std::span<const Key> keys) const;
   // keys_digest of the first `length` keys of a walk, whose nodes must still be there.

@@ -2,7 +2,7 @@
 // because SIGKILL leaves no moment to write a snapshot. One memfd beside each kept arena, written by the pool,
 // never handed to a client.
 //
-// One entry per page of the arena, sparse like the control region: only first pages of slots are touched. An
+// One entry per page of the arena, sparse: only first pages of slots are touched. An
 // entry is two cache lines; a hand-out writes the second, a publish both.
 //
 //   FREE     only `generation` counts, so that generations go on

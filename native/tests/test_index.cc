@@ -323,3 +323,54 @@ TEST_CASE("index: random trees agree with the naive model after every step") {
     }
   }
 }
+
+TEST_CASE("index: the last known key is found wherever it is, however many are asked") {
+  constexpr std::uint32_t kLongest = 120;
+  Index index(1000);
+  Holder holder(index);
+  const Key root = key_of(0);
+  const std::vector<Key> chain = keys_of(1, kLongest);
+  const NodeId root_node = index.root(root);
+  NodeId tip = root_node;
+  for (std::uint32_t known = 0; known <= kLongest; ++known) {
+    for (std::uint32_t asked = 0; asked <= kLongest; ++asked) {
+      std::vector<std::uint32_t> positions;
+      for (std::uint32_t i = 0; i < asked; ++i) positions.push_back(i);
+      const Walk walk = ask(index, root, chain, positions);
+      REQUIRE(walk.depth == std::min(known, asked));
+      REQUIRE(walk.gap_stop == (asked > known ? known : kLongest));
+      if (asked < 3) continue;
+      positions.erase(positions.begin() + asked / 3);  // keys that are not sent leave gaps, wherever they are
+      std::uint32_t depth = 0;
+      for (std::uint32_t p : positions)
+        if (p < known) depth = p + 1;
+      REQUIRE(ask(index, root, chain, positions).depth == depth);
+    }
+    if (known < kLongest) tip = holder.chain(tip, {chain[known]})[0];
+  }
+}
+
+TEST_CASE("index: keys that contradict the tree before the deepest known one are refused, later ones are no match") {
+  Index index(1000);
+  Holder holder(index);
+  const Key root = key_of(0);
+  const NodeId root_node = index.root(root);
+  const std::vector<Key> chain = keys_of(1, 40), other = keys_of(500, 40);
+  holder.chain(root_node, chain);
+  holder.chain(root_node, other);
+  for (std::uint32_t at = 0; at < 40; ++at) {
+    std::vector<Key> mixed = chain;
+    mixed[at] = key_of(9000);  // unknown
+    std::vector<std::uint32_t> all(40);
+    for (std::uint32_t i = 0; i < 40; ++i) all[i] = i;
+    if (at < 39) {
+      CHECK_THROWS_AS(index.walk(root, 40, all, mixed), Invalid);
+    } else {
+      CHECK(index.walk(root, 40, all, mixed).depth == 39);
+    }
+    mixed[at] = other[at];  // known, at this depth, on another chain
+    CHECK_THROWS_AS(index.walk(root, 40, all, mixed), Invalid);
+    mixed[at] = other[(at + 1) % 40];  // known at another depth
+    CHECK_THROWS_AS(index.walk(root, 40, all, mixed), Invalid);
+  }
+}
