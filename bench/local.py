@@ -37,10 +37,10 @@ __all__ = ["Copies", "main"]
 MIB = 1 << 20
 SIZES = {"2m": 2 * MIB, "256k": 256 << 10, "64k": 64 << 10}
 BATCH_BYTES = 256 * MIB
-# The first save of a client must be quick too: it is what its users see first. 512 MiB are a prompt of 4,096
-# tokens in blocks of 2 MiB; in a smaller one the first answers of an idle daemon (20 ms here) weigh more.
+# The first save of a client must be quick too: it is what its users see first. 1 GiB is a prompt of 8,192
+# tokens in blocks of 2 MiB; in smaller ones the first answers of an idle daemon (20 ms here) weigh more.
 FIRST_CLIENTS = 5
-FIRST_BYTES = {"": 512 * MIB, "_256m": 256 * MIB}
+FIRST_BYTES = {"": 1024 * MIB, "_512m": 512 * MIB, "_256m": 256 * MIB}
 _SAMPLES = 32
 U32 = NDArray[np.uint32]
 

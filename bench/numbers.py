@@ -79,7 +79,8 @@ def _aiofiles() -> str:
 _COPIES = {
     "load_over_memcpy": ("load, every cell checked", ("2m", "256k", "64k")),
     "save_steady_over_memcpy": ("save into a full arena, summed on the way", ("2m", "256k", "64k")),
-    "save_first_over_memcpy": ("the very first save of a fresh process, 512 MiB", ("2m",)),
+    "save_first_over_memcpy": ("the very first save of a fresh process, 1 GiB", ("2m",)),
+    "save_first_512m_over_memcpy": ("the very first save of a fresh process, 512 MiB", ("2m",)),
     "save_first_256m_over_memcpy": ("the very first save of a fresh process, 256 MiB", ("2m",)),
 }
 _LOOKUPS = {"": "whole chain known", "half_": "half of it known", "miss_": "nothing known"}

@@ -153,9 +153,11 @@ class Group:
 
     def can_fill(self, engine: Engine) -> bool:
         """Whether processes that are attached now hold every cell of a block between them."""
-        layout = engine.layout
+        layout, parts = engine.layout, self._parts(engine).values()
+        if Part.whole(layout) in parts:  # an engine of one process, as most are
+            return True
         held = np.zeros((layout.layers, layout.kv_heads), np.bool_)
-        for part in self._parts(engine).values():
+        for part in parts:
             mark(held, part)
         return bool(held.all())
 
