@@ -109,6 +109,27 @@ def _local() -> str:
     return "\n".join(rows) + "\n" + " ".join(facts) + "\n"
 
 
+_PEERS = {"put_first": "first put", "put_steady": "put into a full store", "get": "get"}
+
+
+def _peers() -> str:
+    result: dict[str, Any] = json.loads((RESULTS / "local.json").read_text())
+    sizes = {"2m": "2 MiB", "64k": "64 KiB"}
+    heads = [f"{what}, {size}" for size in sizes.values() for what in _PEERS.values()]
+    rows = [f"| store | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name, peer in result["peers"].items():
+        if peer["failed"]:
+            rows.append(f"| {name} | {peer['failed']} {'| ' * len(heads)}|")
+            continue
+        cells = [f"{peer[f'{move}_over_memcpy_{size}']:.2f} ×" for size in sizes for move in _PEERS]
+        rows.append(f"| {name} {peer['version']} | {' | '.join(cells)} |")
+    size_mib = result["peers_working_set"]["bytes"] >> 20
+    void = any("lookup" in peer["void"] for peer in result["peers"].values())
+    facts = f"Speed, memcpy = 1, {size_mib} MiB a store, one thread each; what each does: bench/README.md."
+    facts += " Lookups were too noisy to show." if void else ""
+    return "\n".join(rows) + f"\n\n{facts} `python -m bench.local --peers`, same run as above.\n"
+
+
 def _row(what: str, size: str, ratio: dict[str, float]) -> str:
     return f"| {what} | {size} | {ratio['median']:.2f} × | {_quartiles(ratio)} |"
 
@@ -150,6 +171,7 @@ def _memory() -> str:
 _BLOCKS = {
     "demo": _demo,
     "local": _local,
+    "peers": _peers,
     "idle_share": _idle_share,
     "memory": _memory,
     "aiofiles": _aiofiles,
