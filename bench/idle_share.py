@@ -202,13 +202,12 @@ def sweep(model: Model, path: Path, host: str, turns: int) -> tuple[dict[str, An
 
 
 def crossover(points: list[dict[str, Any]]) -> int | None:
-    """The first share beyond the best that is slower by more than the noise; None: there is none."""
+    """The first share from which on all are slower than the best by more than the noise; None: there is none."""
     speeds = [point["speed"]["median"] for point in points]
-    best = max(range(len(speeds)), key=speeds.__getitem__)
-    for point, speed in zip(points[best + 1 :], speeds[best + 1 :], strict=True):
-        if speed < speeds[best] * (1 - CONTROL_BOUND):
-            return int(point["l2_blocks_max"])
-    return None
+    at = len(points)
+    while at > 0 and speeds[at - 1] < max(speeds) * (1 - CONTROL_BOUND):
+        at -= 1
+    return int(points[at]["l2_blocks_max"]) if at < len(points) else None
 
 
 def picture(result: dict[str, Any], file: Path) -> None:
@@ -238,7 +237,7 @@ def picture(result: dict[str, Any], file: Path) -> None:
         for axes in (top, bottom):
             axes.spines[["top", "right"]].set_visible(False)
     grid[0][0].set_ylabel("prompt tokens reused")
-    grid[0][0].legend(frameon=False, fontsize=8, loc="upper left")
+    grid[0][0].legend(frameon=False, fontsize=8, loc="lower right")
     grid[1][0].set_ylabel("throughput over\nno idle blocks")
     figure.savefig(file, dpi=150)
 
