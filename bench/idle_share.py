@@ -202,7 +202,7 @@ def sweep(model: Model, path: Path, host: str, turns: int) -> tuple[dict[str, An
 
 
 def crossover(points: list[dict[str, Any]]) -> int | None:
-    """The first share from which on all are slower than the best by more than the noise; None: there is none."""
+    """The share from which on all are slower than the best by more than the noise; None: there is none."""
     speeds = [point["speed"]["median"] for point in points]
     at = len(points)
     while at > 0 and speeds[at - 1] < max(speeds) * (1 - CONTROL_BOUND):
@@ -237,7 +237,7 @@ def picture(result: dict[str, Any], file: Path) -> None:
         for axes in (top, bottom):
             axes.spines[["top", "right"]].set_visible(False)
     grid[0][0].set_ylabel("prompt tokens reused")
-    grid[0][0].legend(frameon=False, fontsize=8, loc="lower right")
+    grid[0][-1].legend(frameon=False, fontsize=8, loc="upper right")
     grid[1][0].set_ylabel("throughput over\nno idle blocks")
     figure.savefig(file, dpi=150)
 
