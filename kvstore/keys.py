@@ -68,7 +68,7 @@ def probe_positions(blocks: int, whole_max: int = WHOLE_MAX) -> NDArray[np.uint3
 
     Args:
         blocks: length of the chain in full blocks.
-        whole_max: chains up to this long are short; at most `WHOLE_MAX`.
+        whole_max: chains up to this long are short.
 
     Returns:
         (k,) ascending positions: all of a short chain, else at most 2·√n + 9.

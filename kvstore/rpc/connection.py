@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 
 from kvstore.rpc.messages import FRAME_BYTES_MAX
 
-__all__ = ["HEADER_BYTES", "Connection", "framed"]
+__all__ = ["HEADER_BYTES", "RECEIVED_BYTES", "Connection", "framed"]
 
 HEADER_BYTES = 4
-# What one receive fills. All connections share it: frames are taken from it at once, and only what is left of
-# a frame that has not arrived whole is copied.
-_received = memoryview(bytearray(256 << 10))
+RECEIVED_BYTES = 256 << 10
 # Frames answered before other connections get their turn.
 _FRAMES_PER_TURN = 16
 # Replies a client has not read; beyond this it is not reading at all.
@@ -29,6 +27,8 @@ class Connection:
 
     Args:
         sock: connected socket; made non-blocking, owned from now on.
+        received: what one receive fills; the connections of a loop share it. Frames are taken from it at
+            once, only what is left of a frame that has not arrived whole is copied.
         on_frame: called with the payload of each frame; valid during the call only.
         on_closed: called exactly once, with the reason, after the socket is closed.
     """
@@ -37,12 +37,14 @@ class Connection:
         self,
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
+        received: memoryview,
         on_frame: Callable[[memoryview], None],
         on_closed: Callable[[str], None],
     ) -> None:
         sock.setblocking(False)
         self._loop = loop
         self._sock = sock
+        self._received = received
         self._on_frame = on_frame
         self._on_closed = on_closed
         self._in = bytearray()
@@ -90,7 +92,7 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            size = self._sock.recv_into(_received)
+            size = self._sock.recv_into(self._received)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -99,11 +101,11 @@ class Connection:
         if not size:
             self.close("closed by the client")
         elif self._in:
-            self._in += _received[:size]
+            self._in += self._received[:size]
             self._take_kept()
         else:
-            taken = self._take_frames(_received[:size])
-            self._in += _received[taken:size]
+            taken = self._take_frames(self._received[:size])
+            self._in += self._received[taken:size]
 
     def _take_kept(self) -> None:
         with memoryview(self._in) as view:

@@ -23,7 +23,7 @@ from kvstore.config import DaemonConfig
 from kvstore.errors import ConfigError
 from kvstore.keep.keeping import Keeping
 from kvstore.processes import peer_ids, peer_pidfd, process_identity
-from kvstore.rpc.connection import Connection
+from kvstore.rpc.connection import RECEIVED_BYTES, Connection
 from kvstore.rpc.former import FormerWriters
 from kvstore.rpc.later import Later
 from kvstore.rpc.request_log import RequestLog
@@ -163,6 +163,7 @@ class SessionServer:
         self._former = FormerWriters(store, loop, keeping)
         self._on_stop = on_stop
         self._loop = loop
+        self._received = memoryview(bytearray(RECEIVED_BYTES))
         self._config = store.config.daemon
         self._checks = checks or Checks(store, loop)
         self._later = Later(loop)
@@ -252,7 +253,7 @@ class SessionServer:
             peer.connection_closed()
             del self._sessions[number]
 
-        connection = Connection(self._loop, sock, session.on_frame, closed)
+        connection = Connection(self._loop, sock, self._received, session.on_frame, closed)
         session.connection = peer.connection = connection
         self._sessions[number] = session
 

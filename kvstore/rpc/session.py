@@ -38,7 +38,6 @@ log = structlog.get_logger()
 
 _decode = msgspec.msgpack.Decoder(m.RequestFrame).decode
 _encode_into = msgspec.msgpack.Encoder().encode_into
-_frame = bytearray()  # of the reply being sent: the connection keeps what the socket does not take
 
 
 class Session:
@@ -66,6 +65,9 @@ class Session:
         self.tool = False
         self.proven = False
         self._proof: Proof | None = None
+        self._frame = (
+            bytearray()
+        )  # of the reply being sent: the connection keeps what the socket does not take
         self.connection: Connection | None = None
 
     # ---- frames ------------------------------------------------------------------------------------------
@@ -131,8 +133,8 @@ class Session:
 
     def _reply(self, request: int, body: m.Reply, fds: tuple[int, ...] = ()) -> None:
         if self.connection is not None:
-            framed(_encode_into, m.ReplyFrame(request, body), _frame)
-            self.connection.send(_frame, fds)
+            framed(_encode_into, m.ReplyFrame(request, body), self._frame)
+            self.connection.send(self._frame, fds)
 
     def _refuse(self, request: int, error: KVStoreError) -> None:
         """Say why, then hang up."""

@@ -3,48 +3,17 @@
 #include <algorithm>
 #include <chrono>
 
-#include "kit.h"
-#include "pool.h"
+#include "pool_fixture.h"
 
 using namespace kv;
-using test::format_of_pages;
-using test::key_of;
+using test::Fixture;
 using test::keys_of;
-
-namespace {
-
-const SlotFormat kFormat = format_of_pages(128);  // 4 slots in a slab of 2 MiB
-
-struct Fixture {
-  explicit Fixture(std::size_t slabs)
-      : index(1000), arena(Arena::create("test", slabs * kHugeBytes)), pool(index, arena, kHugeBytes),
-        root(index.root(key_of(0))) {}
-
-  // Saves a chain; its nodes.
-  std::vector<NodeId> save(const std::vector<Key>& keys) {
-    const Reserved r = pool.reserve(root, keys, kFormat, {0, 10.0});
-    const std::vector<std::uint32_t> crcs(r.slots.size(), 42);
-    pool.publish(r.nodes, r.slots, {crcs, kFormat.length(), 1});
-    check();
-    return r.nodes;
-  }
-  void check() {
-    pool.check();
-    index.check();
-  }
-
-  Index index;
-  std::shared_ptr<Arena> arena;
-  HostPool pool;
-  NodeId root;
-};
-
-}  // namespace
+using test::kFormat;
 
 TEST_CASE("pool draining: a rotten chain waits for each of its readers, whatever others release") {
   Fixture f(8);
-  const auto a = f.save(keys_of(100, 20));
-  const auto b = f.save(keys_of(300, 4));
+  const auto a = f.save(f.root, keys_of(100, 20));
+  const auto b = f.save(f.root, keys_of(300, 4));
   f.index.pin(a[9]);
   f.index.pin(a[9]);
   f.index.pin(a[19]);
@@ -71,8 +40,8 @@ TEST_CASE("pool draining: a rotten chain waits for each of its readers, whatever
 TEST_CASE("pool draining: an unpin costs what it frees, however many slots wait for others") {
   Fixture f(128);
   const std::size_t slots = 400;
-  const auto a = f.save(keys_of(1000, slots));
-  const auto b = f.save(keys_of(5000, 1));
+  const auto a = f.save(f.root, keys_of(1000, slots));
+  const auto b = f.save(f.root, keys_of(5000, 1));
   f.index.pin(a.back());
   for (NodeId node : a) CHECK(f.pool.drop(node));
   const auto pairs = [&] {  // the fastest of some: what others do on the machine is not in it

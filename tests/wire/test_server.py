@@ -12,11 +12,11 @@ import threading
 import pytest
 
 from kvstore.processes import process_identity
-from kvstore.rpc.connection import Connection
+from kvstore.rpc.connection import RECEIVED_BYTES, Connection
 from kvstore.rpc.messages import FRAME_BYTES_MAX
 
 # One receive plus one frame: what an honest connection may hold at once.
-HELD_MAX = (256 << 10) + FRAME_BYTES_MAX
+HELD_MAX = RECEIVED_BYTES + FRAME_BYTES_MAX
 
 
 class Sink:
@@ -27,7 +27,8 @@ class Sink:
         self.frames: list[int] = []
         self.held = 0
         self.closed: asyncio.Future[str] = loop.create_future()
-        self.connection = Connection(loop, server, self.take, self.closed.set_result)
+        received = memoryview(bytearray(RECEIVED_BYTES))
+        self.connection = Connection(loop, server, received, self.take, self.closed.set_result)
 
     def take(self, payload: memoryview) -> None:
         self.frames.append(len(payload))
