@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -252,7 +253,7 @@ def finish(name: str, options: argparse.Namespace, figures: dict[str, Any], void
         Exit status: 0, or 3 when void.
     """
     void = "; ".join(dict.fromkeys(reason for reason in voids if reason))
-    command = f"python -m bench.{name} --save"
+    command = " ".join([f"python -m bench.{name}", *(word for word in sys.argv[1:] if word != "--json")])
     result = {**figures, "void": void, "command": command, "where": where()}
     if options.save and not void:
         RESULTS.mkdir(exist_ok=True)

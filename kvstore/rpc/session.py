@@ -65,9 +65,7 @@ class Session:
         self.tool = False
         self.proven = False
         self._proof: Proof | None = None
-        self._frame = (
-            bytearray()
-        )  # of the reply being sent: the connection keeps what the socket does not take
+        self._frame = bytearray()  # of a reply: the connection keeps what the socket does not take
         self.connection: Connection | None = None
 
     # ---- frames ------------------------------------------------------------------------------------------
