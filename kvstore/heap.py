@@ -24,13 +24,16 @@ _USED_MIN = _HUGE // _PAGE // 2
 _PIECES_MAX = 128
 
 
-def collapse_heap() -> int:
+def collapse_heap(pieces_max: int = _PIECES_MAX) -> int:
     """Move what is mostly in use of this process's private memory to huge pages.
+
+    Args:
+        pieces_max: Pieces of 2 MiB to look at, in the order of their addresses; the rest stays as it is.
 
     Returns:
         How many pieces of 2 MiB lie on huge pages now, of those looked at; 0 where the kernel has none.
 
-    Cost: some milliseconds each, for 128 at most; less than half of each is memory that was not used before.
+    Cost: some milliseconds each; less than half of each is memory that was not used before.
     """
     libc = ctypes.CDLL(None)
     there = tried = 0
@@ -42,7 +45,7 @@ def collapse_heap() -> int:
             if libc.mincore(where, size, pages) == 0 and int((used & 1).sum()) >= _USED_MIN:
                 there += int(libc.madvise(where, size, _MADV_COLLAPSE) == 0)
                 tried += 1
-                if tried == _PIECES_MAX:
+                if tried == pieces_max:
                     return there
     return there
 
