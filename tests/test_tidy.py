@@ -33,7 +33,10 @@ MANY_PARAMETERS = {
     "connectors/embedded/attach.py:connect": "four things to connect; the rest is keyword-only",
 }
 # function (module:name) → why it may take **keywords.
-KEYWORDS: dict[str, str] = {}
+KEYWORDS = {
+    f"connectors/vllm/connector.py:KVStoreConnector.{hook}": "vLLM's hook: it passes what its runner has"
+    for hook in ("start_load_kv", "save_kv_layer")
+}
 # module → why it may print.
 PRINTERS = {
     "kvstore/cli/answers.py": "a command's answer goes to stdout",

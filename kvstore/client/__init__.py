@@ -28,6 +28,7 @@ from kvstore.client.values import (
     Role,
     Table,
 )
+from kvstore.config.tables import default_socket
 
 __all__ = [
     "AsyncClient",
@@ -48,4 +49,5 @@ __all__ = [
     "Role",
     "Save",
     "Table",
+    "default_socket",
 ]

@@ -1,0 +1,172 @@
+"""From vLLM's configuration to clients: shape of the blocks, identity, attach."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.client import Client, Limits, PoolSpec
+from kvstore.types import BlockLayout
+
+from . import identity
+from .layout import Bank, Group, LayerCells, block_layout, groups_of, heads_of, part_of
+from .options import Options
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Shape",
+    "banks_of",
+    "listens",
+    "scheduler_clients",
+    "shape_of",
+    "unbind",
+    "wait_attached",
+    "weights_of",
+    "worker_clients",
+]
+
+_log = logging.getLogger("vllm.kvstore")
+_NULL_BLOCK = 0  # vLLM never stores a token in it: the layout proof may
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What scheduler and ranks of an engine agree on before they attach.
+
+    Attributes:
+        groups: KV groups.
+        layout: of a block.
+        blocks: device blocks.
+        options: the user's.
+    """
+
+    groups: tuple[Group, ...]
+    layout: BlockLayout
+    blocks: int
+    options: Options
+
+
+def shape_of(vllm_config: Any, kv_cache_config: Any, options: Options) -> Shape:
+    """Raises Unsupported: this engine's KV cannot be kept."""
+    identity.check_supported(vllm_config, options.weights)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    stages = parallel.pipeline_parallel_size
+    groups = groups_of(kv_cache_config, model.get_total_num_hidden_layers(), stages)
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    layout = block_layout(
+        groups,
+        spec,
+        model.get_total_num_kv_heads(),
+        identity.kernel_of(vllm_config, spec),
+        identity.attention_text(vllm_config),
+    )
+    return Shape(groups, layout, kv_cache_config.num_blocks, options)
+
+
+def weights_of(vllm_config: Any, options: Options) -> str:
+    """Fingerprint of the weights: given, remembered, or computed from every byte.
+
+    Raises:
+        Unsupported: there are no files to read.
+    """
+    if options.weights:
+        return options.weights
+    began = time.monotonic()
+    found = identity.weights_of(vllm_config)
+    _log.info("kvstore: weights %s… (%.1f s)", found[:16], time.monotonic() - began)
+    return found
+
+
+def banks_of(
+    vllm_config: Any, kv_cache_config: Any, shape: Shape, tensors: Mapping[str, torch.Tensor]
+) -> tuple[list[Bank], bool]:
+    """This rank's KV memory by group, and whether the rank writes.
+
+    Raises:
+        Unsupported: the memory is not laid out as the configuration says.
+    """
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    tensor, stage = get_tp_group(), get_pp_group()
+    first, count, writes = heads_of(shape.layout.kv_heads, tensor.rank_in_group, tensor.world_size)
+    banks = []
+    for group in shape.groups:
+        names = [n for n in kv_cache_config.kv_cache_groups[group.index].layer_names if n in tensors]
+        part = part_of(group, names, stage.rank_in_group, stage.world_size, (first, count))
+        cells = LayerCells({name: tensors[name] for name in names}, shape.layout, part, shape.blocks)
+        banks.append(Bank(group, cells))
+    return banks, writes
+
+
+def scheduler_clients(vllm_config: Any, shape: Shape, fingerprint: str) -> list[Client]:
+    """The scheduler's one client: it declares vLLM's block pool."""
+    options = shape.options
+    return [
+        Client(
+            options.socket,
+            identity.namespace(vllm_config, shape.layout, fingerprint),
+            layout=shape.layout,
+            tenants=(options.tenant,),
+            role="scheduler",
+            pool=PoolSpec("borrowed", shape.blocks),
+            engine=identity.engine_id(vllm_config),
+        )
+    ]
+
+
+def worker_clients(vllm_config: Any, shape: Shape, fingerprint: str, banks: Sequence[Bank]) -> list[Client]:
+    """A client per bank: each maps the arena and copies its own layers."""
+    options = shape.options
+    return [
+        Client(
+            options.socket,
+            identity.namespace(vllm_config, shape.layout, fingerprint),
+            bank.cells,
+            tenants=(options.tenant,),
+            role="worker",
+            engine=identity.engine_id(vllm_config),
+            copy_threads=options.copy_threads,
+            scratch_block=_NULL_BLOCK,
+            limits=Limits(handles_max=1 << 16),
+        )
+        for bank in banks
+    ]
+
+
+def unbind() -> None:
+    """Let this thread, and those that it starts, run on every core that this process may use.
+
+    vLLM binds the thread that starts us to the cores of its kernels; copies would compete with them there.
+    A thread that is older than the binding still shows where the process was allowed to run.
+    """
+    allowed: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended while we looked
+            allowed |= os.sched_getaffinity(int(task.name))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, allowed)
+
+
+def listens(socket: str) -> bool:
+    """Is there a socket that a daemon may listen on?"""
+    return Path(socket).is_socket()
+
+
+def wait_attached(clients: Sequence[Client], options: Options) -> None:
+    """Until attached, refused, or `attach_s` is over; says which."""
+    until = time.monotonic() + options.attach_s
+    for client in clients:
+        if client.wait_attached(max(0.0, until - time.monotonic())):
+            continue
+        if client.refusal is not None:
+            _log.warning("kvstore: the daemon refuses this engine, which runs without it: %s", client.refusal)
+        return
+    _log.info("kvstore: attached to %s", options.socket)

@@ -1,0 +1,201 @@
+"""A rank's side: bytes between vLLM's KV memory and the arena. It decides nothing.
+
+    orders ─▶ loads   submitted to native threads, polled once a step, reported in the step they end
+           ─▶ saves   copied by native threads; a Python thread sleeps until each ends, then publishes
+
+Nothing here waits for a copy while the engine computes, and nothing raises because a daemon is absent: then
+a load ends at once with every block missing, and a save with every block dropped.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore._native import DROPPED, OK
+from kvstore.client import Client, Load, LoadResult, Save
+from kvstore.types import SaveResult
+
+from .messages import LoadOrder, Saved, SaveOrder, StepOrders, StepReport
+from .metrics import Tally
+
+__all__ = ["Worker"]
+
+U32 = NDArray[np.uint32]
+# How long a step that computes nothing may sleep for what is about to end, instead of spinning.
+_IDLE_S = 0.001
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load under way: one copy per bank."""
+
+    order: LoadOrder
+    parts: list[tuple[U32, Load]]  # positions that the bank needs, and its copy
+    reason: str = ""
+
+
+class Worker:
+    """Copies for one rank.
+
+    Args:
+        writes: this rank owns its cells; a replica of a lower rank loads but never writes.
+        banks: KV groups of this rank; each answers for every save.
+        tally: what vLLM's logger and metrics are told.
+    """
+
+    def __init__(self, writes: bool, banks: int, tally: Tally) -> None:
+        self._writes = writes
+        self._banks = banks
+        self._tally = tally
+        self._clients: Sequence[Client] = ()
+        self._loading: list[_Loading] = []
+        self._invalid: set[int] = set()
+        self._failed: set[str] = set()
+        self._report = StepReport()
+        self._idle = False
+        self._saves: queue.SimpleQueue[tuple[int, list[Save]] | None] = queue.SimpleQueue()
+        self._saved: deque[tuple[int, list[SaveResult]]] = deque()
+        self._under_way = 0
+        self._saver = threading.Thread(target=self._finish_saves, name="kvstore-saves", daemon=True)
+        self._saver.start()
+
+    def attach(self, clients: Sequence[Client]) -> None:
+        """From now on there is somebody to copy for: one client per bank."""
+        self._clients = clients
+
+    # ---- one step --------------------------------------------------------------------------------------
+
+    def begin(self, orders: StepOrders) -> None:
+        """Submit what a step brings. Copies go on while the engine computes."""
+        self._idle = orders.idle
+        for load in orders.loads:
+            self._loading.append(self._begin_load(load))
+        for save in orders.saves:
+            self._begin_save(save)
+
+    def _begin_load(self, order: LoadOrder) -> _Loading:
+        loading = _Loading(order, [])
+        clients = self._clients
+        if not clients or any(client.epoch != order.epoch for client in clients):
+            loading.reason = "this rank is not attached to the daemon that named the slots"
+            return loading
+        for client, blocks in zip(clients, order.blocks, strict=True):
+            needed = np.flatnonzero(blocks).astype(np.uint32)
+            if needed.size:
+                copy = client.load_slots(order.slots[needed], order.keys[needed], blocks[needed])
+                loading.parts.append((needed, copy))
+        return loading
+
+    def _begin_save(self, order: SaveOrder) -> None:
+        clients = self._clients
+        if not self._writes or not clients:
+            dropped = 0 if not self._writes else len(order.reservation.slots)
+            reason = "this rank has no daemon" if dropped else ""
+            self._answer(order.save, Saved(self._banks, 0, dropped, reason))
+            return
+        writes = [c.write(order.reservation, blocks) for c, blocks in zip(clients, order.blocks, strict=True)]
+        self._under_way += 1
+        self._saves.put((order.save, writes))
+
+    # ---- what ended ------------------------------------------------------------------------------------
+
+    def finished(self) -> set[str]:
+        """Requests whose load has ended, each named once; their bad blocks are known from here on."""
+        if self._idle and (self._loading or self._under_way):
+            self._doze()
+        ended = set()
+        still = []
+        for loading in self._loading:
+            results = [copy.poll() for _, copy in loading.parts]
+            if any(result is None for result in results):
+                still.append(loading)
+                continue
+            ended.add(loading.order.request)
+            self._settle(loading, [result for result in results if result is not None])
+        self._loading = still
+        return ended
+
+    def _doze(self) -> None:
+        """Until the first load has ended, or a moment."""
+        if not self._loading:
+            time.sleep(_IDLE_S)
+            return
+        for _, copy in self._loading[0].parts:
+            copy.wait(_IDLE_S)
+
+    def _settle(self, loading: _Loading, results: Sequence[LoadResult]) -> None:
+        order = loading.order
+        whole = np.full(len(order.slots), DROPPED if loading.reason else OK, np.uint8)
+        reason = loading.reason
+        for (needed, _), result in zip(loading.parts, results, strict=True):
+            whole[needed] = np.where(whole[needed] == OK, result.status, whole[needed])
+            reason = reason or result.reason
+            self._tally.copied("load", result.bytes, result.seconds)
+        wrong = np.flatnonzero(whole != OK)
+        self._report.loaded[order.request] = int(wrong[0]) if wrong.size else len(whole)
+        if not wrong.size:
+            return
+        rotten = np.flatnonzero((whole != OK) & (whole != DROPPED))
+        if rotten.size:
+            self._report.bad[order.request] = set(rotten.tolist())
+        self._report.reasons[order.request] = reason
+        if len(order.blocks) == 1:
+            self._invalid.update(order.blocks[0][wrong].tolist())
+        else:  # block ids repeat between groups: the request fails as a whole
+            self._failed.add(order.request)
+
+    def invalid(self) -> set[int]:
+        """Device blocks whose load failed, since the last call."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def failed(self) -> set[str]:
+        """Requests of a model with several KV groups whose load failed, since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def report(self) -> StepReport | None:
+        """What the scheduler has to know of this step; None if nothing."""
+        while self._saved:
+            number, results = self._saved.popleft()
+            self._under_way -= 1
+            worst = max(results, key=lambda result: result.dropped)
+            ready = sum(result.ready for result in results)
+            self._answer(number, Saved(len(results), ready, worst.dropped, worst.reason))
+        report, self._report = self._report, StepReport()
+        return report if report.saves or report.loaded else None
+
+    def _answer(self, number: int, saved: Saved) -> None:
+        self._report.saves[number] = saved
+
+    # ---- the thread that sleeps until saves end ----------------------------------------------------------
+
+    def _finish_saves(self) -> None:
+        while (item := self._saves.get()) is not None:
+            number, writes = item
+            self._saved.append((number, [_ended(write) for write in writes]))
+
+    def close(self) -> None:
+        """Every copy joined; the clients are their owner's to close."""
+        self._saves.put(None)
+        self._saver.join()
+        for loading in self._loading:
+            for _, copy in loading.parts:
+                copy.cancel()
+                _ended(copy)
+
+
+def _ended(handle: Save | Load) -> Any:
+    """A handle's result, however long that takes: until then its blocks must not be touched."""
+    while (result := handle.wait()) is None:
+        pass
+    return result
