@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.vllm_engine import environment
+from bench.vllm_settings import environment
 
 # Before torch and vLLM are imported.
 os.environ.update(environment())

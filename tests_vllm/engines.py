@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.vllm_engine import Answer, Engine, Settings, connector_config
+from bench.vllm_engine import Engine
 from bench.vllm_processes import EngineFailed, EngineProcess
 from bench.vllm_server import ApiServer
+from bench.vllm_settings import Answer, Settings, connector_config
 
 __all__ = [
     "Answer",

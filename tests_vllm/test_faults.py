@@ -71,7 +71,10 @@ def test_a_daemon_is_killed_and_restarted_under_load(
         stop.set()
         thread.join()
     assert lives >= 5
-    # And the store works again.
+    # And the store works again. (A daemon ends with the thread that started it.)
+    daemon.stop()
+    daemon.start()
+    eventually(lambda: daemon.group()["sessions"] == 2, "scheduler and rank are back")
     engine.generate(prompt_of(400, seed=77), 4)
     eventually(lambda: daemon.ready() > 0, "something is saved again")
     engine.drain()

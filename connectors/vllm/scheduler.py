@@ -291,7 +291,7 @@ class Scheduler:
         request = tracked.request
         computed = min(request.num_computed_tokens, request.num_tokens)
         full = min([computed // self._block_tokens, *map(len, tables)])
-        if tracked.loading or tracked.closed or not self._may_save or tracked.reuse is Reuse.NONE:
+        if tracked.loading or not self._may_save or tracked.reuse is Reuse.NONE:
             return
         if full > tracked.planned and self._keeps(tracked):
             self._saves.begin(tracked, tables, full)

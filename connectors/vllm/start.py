@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,8 @@ def scheduler_clients(vllm_config: Any, shape: Shape, fingerprint: str) -> list[
 def worker_clients(vllm_config: Any, shape: Shape, fingerprint: str, banks: Sequence[Bank]) -> list[Client]:
     """A client per bank: each maps the arena and copies its own layers."""
     options = shape.options
+    # Banks of a hybrid model share their memory: any block is one group's at a time, but for the null block.
+    scratch = threading.Lock()
     return [
         Client(
             options.socket,
@@ -135,6 +138,7 @@ def worker_clients(vllm_config: Any, shape: Shape, fingerprint: str, banks: Sequ
             engine=identity.engine_id(vllm_config),
             copy_threads=options.copy_threads,
             scratch_block=_NULL_BLOCK,
+            scratch_lock=scratch,
             limits=Limits(handles_max=1 << 16),
         )
         for bank in banks

@@ -141,16 +141,18 @@ class Worker:
             reason = reason or result.reason
             self._tally.copied("load", result.bytes, result.seconds)
         wrong = np.flatnonzero(whole != OK)
-        self._report.loaded[order.request] = int(wrong[0]) if wrong.size else len(whole)
         if not wrong.size:
+            self._report.loaded[order.request] = len(whole)
             return
         rotten = np.flatnonzero((whole != OK) & (whole != DROPPED))
         if rotten.size:
             self._report.bad[order.request] = set(rotten.tolist())
         self._report.reasons[order.request] = reason
         if len(order.blocks) == 1:
+            self._report.loaded[order.request] = int(wrong[0])
             self._invalid.update(order.blocks[0][wrong].tolist())
-        else:  # block ids repeat between groups: the request fails as a whole
+        else:  # vLLM cannot keep a part where groups differ: the request fails as a whole
+            self._report.loaded[order.request] = 0
             self._failed.add(order.request)
 
     def invalid(self) -> set[int]:

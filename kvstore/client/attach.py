@@ -75,7 +75,7 @@ def attach(core: Core) -> Op[Attachment]:
         paged = None
         if core.setup.memory is not None and arena is not None:
             paged = _by_engine(core.setup.memory.paged)()
-            yield from _prove(core, link, arena, paged, core.setup.memory)
+            yield from _prove_alone(core, link, arena, paged, core.setup.memory)
         pool = core.setup.pool
         if pool is not None:
             yield from _declare(core, link, pool)
@@ -235,6 +235,20 @@ def _by_engine(function: Callable[[], T]) -> Callable[[], T]:
             raise LayoutRefused(f"memory: the engine's KVMemory failed: {error!r}") from error
 
     return run
+
+
+def _prove_alone(core: Core, link: Link, arena: Arena, paged: PagedLayout, memory: KVMemory) -> Op[None]:
+    """The proof, while no other client of this process writes to the same scratch memory."""
+    lock = core.setup.scratch_lock
+    if lock is None:
+        yield from _prove(core, link, arena, paged, memory)
+        return
+    if not (yield Work(partial(lock.acquire, timeout=core.setup.limits.attach_s))):
+        raise Unavailable("the scratch block is in use by another client's layout proof")
+    try:
+        yield from _prove(core, link, arena, paged, memory)
+    finally:
+        lock.release()
 
 
 def _prove(core: Core, link: Link, arena: Arena, paged: PagedLayout, memory: KVMemory) -> Op[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Face:
         copy_threads: native threads that copy.
         scratch_block: a device block that the engine never uses, beyond the blocks of an owned pool. The
             layout proof overwrites it at every attach, from the background.
+        scratch_lock: held during the proof, where clients of one process have the same scratch memory.
         scratch_restore: write the scratch block's former content back; safe only while the engine is idle.
         limits: every deadline.
 
@@ -57,6 +59,7 @@ class Face:
         engine: bytes = b"",
         copy_threads: int = 1,
         scratch_block: int = 0,
+        scratch_lock: threading.Lock | None = None,
         scratch_restore: bool = False,
         limits: Limits | None = None,
     ) -> None:
@@ -78,6 +81,7 @@ class Face:
                 engine,
                 copy_threads,
                 scratch_block,
+                scratch_lock,
                 scratch_restore,
                 limits or Limits(),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +132,7 @@ class Setup:
         engine: id to join an engine that exists, b"" to be given one.
         copy_threads: threads that copy.
         scratch_block: device block for the layout proof, not in use by the engine.
+        scratch_lock: held during the layout proof; None = nobody else writes to the scratch block.
         scratch_restore: put the scratch block's content back after the proof.
         limits, clock: waits, and the time they run on.
     """
@@ -145,6 +147,7 @@ class Setup:
     engine: bytes
     copy_threads: int
     scratch_block: int
+    scratch_lock: threading.Lock | None
     scratch_restore: bool
     limits: Limits
     clock: Clock = field(default_factory=MonotonicClock)
