@@ -2,6 +2,7 @@
 #
 #   make demo        a real model answers from cached KV
 #   make test        everything that must hold: lint, types, floors, native sanitizers, Python tests
+#   make test-vllm   the vLLM connector on a real vLLM engine, in .venv-vllm (first time: some 600 MB)
 #   make build       .venv with the package in place (rebuilds the native core when it changed)
 #   make fuzz        the fuzzers at full length (minutes; short runs are part of make test)
 #   make explore     new random examples for the model-based tests (minutes)
@@ -9,6 +10,7 @@
 #   make soak        a hundred kills of a daemon under load, each followed by a warm restart (minutes)
 #   make numbers     write README's figures from bench/results again
 #   make format      let ruff format the tree
+#   make bench-vllm  time to first token and overhead with vLLM, into bench/results (half an hour)
 #   make peers       other stores, each in a virtual environment of its own, for bench.local --peers
 #   make clean       remove what make made
 
@@ -20,6 +22,9 @@ SHELL := /bin/bash
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) >/dev/null 2>&1 && python$(v) -c '' 2>/dev/null && echo python$(v))))
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM pins torch, numpy and much else, so it has an environment of its own; its CPU wheels need Python 3.11.
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON ?= $(PYTHON)
 JOBS ?= $(shell nproc)
 EXTRAS ?= torch,bench,dev
 
@@ -55,6 +60,10 @@ $(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.torch
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
+$(VLLM_VENV)/.installed: pyproject.toml tools/install_vllm.py $(NATIVE) | system
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(VLLM_PYTHON) tools/install_vllm.py $(VLLM_VENV)
+	@touch $@
+
 # Redis from the system, LMCache, openlake-vllm and redhare from the registry: some 800 MB.
 .PHONY: peers
 peers: build
@@ -83,6 +92,14 @@ sanitize-%: build doctest
 pytest: build
 	$(BIN)/python -m pytest
 
+# With settings of its own (tests_vllm/pytest.ini); not part of `make test`, which needs no vLLM.
+.PHONY: test-vllm bench-vllm
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests_vllm
+
+bench-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m bench.vllm --save
+
 # New random examples for the model-based tests, as long as nothing fails.
 explore: build
 	for i in $$(seq 10); do HYPOTHESIS=explore $(BIN)/python -m pytest --timeout 900 tests/model || exit 1; done
@@ -110,4 +127,4 @@ format: build
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-peers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

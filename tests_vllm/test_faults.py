@@ -149,3 +149,24 @@ def test_two_engines_share_one_daemon_at_the_same_time(
     assert bob.generate(more[1], 24).tokens == fresh[1]
     status = daemon.group()
     assert len(status["engines"]) == 2
+
+
+def test_a_running_request_is_saved_to_the_daemon_that_comes_next(
+    tiny: Path, daemon: Daemon, new_engine: NewEngine
+) -> None:
+    engine = new_engine(tiny, daemon.socket, block_tokens=32)
+    name = engine.submit(prompt_of(200), 400)
+    while daemon.ready() < 6:
+        engine.step()
+    daemon.kill()
+    daemon.start()
+    courier, rank = engine.connector._scheduler._courier, engine.worker_connector._clients[0]
+
+    def attached() -> bool:
+        engine.step()
+        return courier.attached and rank.attached
+
+    eventually(attached, "both are back")
+    engine.wait([name])
+    engine.drain()
+    assert daemon.ready() == (200 + 399) // 32

@@ -80,3 +80,21 @@ def test_a_reset_waits_for_copies(tiny: Path, daemon: Daemon, new_engine: NewEng
     engine.drain()
     assert engine.connector.reset_cache() is True
     assert engine.generate(prompt_of(400), 1).external == 0
+
+
+def test_a_request_that_lives_through_a_reset_saves_nothing(
+    tiny: Path, daemon: Daemon, new_engine: NewEngine
+) -> None:
+    """Its KV is of the former weights, whatever vLLM does with the request."""
+    engine = new_engine(tiny, daemon.socket, block_tokens=32)
+    prompt = prompt_of(200)
+    name = engine.submit(prompt, 60)
+    while len(engine.peek(name).tokens) < 10:
+        engine.step()
+    before = daemon.ready()
+    engine.connector.reset_cache()  # vLLM's own reset fails now, and calls ours all the same
+    engine.wait([name])
+    engine.drain()
+    assert daemon.ready() == before
+    assert engine.forget()
+    assert engine.generate(prompt, 4).external == 0

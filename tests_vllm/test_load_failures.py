@@ -158,7 +158,7 @@ def test_an_abort_in_the_middle_of_a_load(
     engine, prompt, tokens = stored
     worker = engine.worker_connector._worker
     finished = worker.finished
-    monkeypatch.setattr(worker, "finished", lambda: set())  # the copies go on, nobody hears of it
+    monkeypatch.setattr(worker, "finished", lambda gone: set())  # the copies go on, nobody hears of it
     name = engine.submit(prompt, 32)
     for _ in range(5):
         engine.step()
@@ -175,3 +175,47 @@ def test_an_abort_in_the_middle_of_a_load(
     engine.close()
     monkeypatch.undo()
     daemon.assert_quiet()
+
+
+def test_a_rank_that_is_refused_answers_all_the_same(
+    tiny: Path, daemon: Daemon, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler is another process: it offers what others stored, and must hear that nothing came."""
+    from kvstore.connectors.vllm import start
+    from kvstore.connectors.vllm.layout import Unsupported
+
+    prompt = prompt_of(LENGTH)
+    with new_engine(tiny, daemon.socket) as engine:
+        tokens = engine.generate(prompt, 16).tokens
+        engine.drain()
+    assert daemon.ready() == BLOCKS
+
+    def refuse(*_: Any) -> Any:
+        raise Unsupported("a head's cell is not contiguous")
+
+    monkeypatch.setattr(start, "banks_of", refuse)
+    engine = new_engine(tiny, daemon.socket)
+    for length in (LENGTH, 300):
+        answer = engine.generate(prompt[:length], 16, timeout_s=60)
+        assert answer.params is not None
+        assert answer.params["kvstore"]["hit_tokens"] == {}
+        engine.drain()
+        assert engine.forget()
+    assert engine.generate(prompt, 16).tokens == tokens
+    engine.drain()
+    assert engine.free_blocks == engine.pool.num_gpu_blocks - 1
+
+
+def test_a_load_that_cannot_begin(
+    stored: tuple[Engine, list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt, tokens = stored
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of everything")
+
+    monkeypatch.setattr(client_of(engine), "load_slots", broken)
+    answer = engine.generate(prompt, 32, timeout_s=60)
+    assert answer.tokens == tokens
+    assert answer.params is not None
+    assert "out of everything" in answer.params["kvstore"]["reason"]

@@ -110,6 +110,7 @@ class Binder:
         self._since = file_clock() if since is None else since
         self._media: dict[str, bytes] = {}  # identifier → digest of what it stood for first
         self._adapters: dict[int, _Adapter] = {}
+        self._distrusted = False
         self._lock = threading.Lock()
 
     def bind(self, request: Any, block_tokens: int, epoch: bytes = b"") -> Bound:
@@ -148,9 +149,15 @@ class Binder:
         A request that came later may have brought another image under an identifier that this one relies
         on, and been computed first; an adapter may have been dropped, then loaded again from changed files.
         """
+        if bound.media and self._distrusted:
+            return False
         if any(self._media.get(identifier) == _UNREADABLE for identifier in bound.media):
             return False
         return not bound.adapter or self._is_unchanged(bound.adapter)
+
+    def distrust_media(self) -> None:
+        """From now on there may be media that are never shown here: no identifier can be believed."""
+        self._distrusted = True
 
     # ---- names that vLLM goes by --------------------------------------------------------------------------
 
@@ -183,6 +190,10 @@ class Binder:
 
     def _content(self, feature: Any, lora: Any, adapter: bytes | None) -> bytes:
         """Digest of a feature's processed data, noted under its identifier."""
+        if self._distrusted:
+            raise _Unbindable(
+                f"{feature.modality}: a streaming session of this engine may bring others unseen"
+            )
         identifier = feature.identifier
         # With LoRA in the encoder, vLLM puts the adapter's name before the identifier: then outputs kept
         # under it depend on the adapter, too.

@@ -65,11 +65,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: Worker | None = None
         self._clients: list[Client] = []
         self._starting: threading.Thread | None = None
+        self._lock = threading.Lock()  # of what `shutdown` ends, while the start may still make it
         self._closed = False
         self._shape: start.Shape | None = None
+        if role is KVConnectorRole.WORKER:  # even one that is refused has to answer the scheduler
+            self._worker = Worker(len(kv_cache_config.kv_cache_groups), self._tally)
         try:
             self._shape = start.shape_of(vllm_config, kv_cache_config, self._options)
-        except Unsupported as error:
+        except Exception as error:  # noqa: BLE001 the engine must start whatever is wrong here
             self._refuse(error)
             return
         if role is KVConnectorRole.SCHEDULER:
@@ -82,57 +85,58 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.is_kv_producer,
                 self._tally,
             )
-            self._start(lambda weights: start.scheduler_clients(vllm_config, self._need(), weights))
+            shape, scheduler = self._shape, self._scheduler
+            self._start(
+                lambda weights: start.scheduler_clients(vllm_config, shape, weights),
+                lambda clients: scheduler.serve(clients[0]),
+            )
 
-    def _need(self) -> start.Shape:
-        assert self._shape is not None
-        return self._shape
-
-    def _refuse(self, error: Unsupported) -> None:
+    def _refuse(self, error: Exception) -> None:
         self._shape = None
-        _log.warning("kvstore: this engine runs without the store: %s", error)
+        why = str(error) if isinstance(error, Unsupported) else f"unexpected: {error!r}"
+        _log.warning("kvstore: this engine runs without the store: %s", why)
 
     # ---- the start ---------------------------------------------------------------------------------------
 
-    def _start(self, make: Callable[[str], list[Client]]) -> None:
+    def _start(self, make: Callable[[str], list[Client]], use: Callable[[list[Client]], None]) -> None:
         """Attach in the background: the weights' fingerprint may take a while the first time."""
 
         def begin() -> None:
-            start.unbind()
             try:
-                clients = make(start.weights_of(self._vllm_config, self._options))
-            except Unsupported as error:
+                start.unbind()
+                weights = start.weights_of(self._vllm_config, self._options)
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._clients = make(weights)
+                    use(self._clients)
+            except Exception as error:  # noqa: BLE001 the engine must start whatever is wrong here
                 self._refuse(error)
                 return
-            except Exception:  # noqa: BLE001 the engine must start whatever is wrong here
-                _log.exception("kvstore: this engine runs without the store")
-                return
-            self._clients = clients
-            if self._scheduler is not None:
-                self._scheduler.serve(clients[0])
-            if self._worker is not None:
-                self._worker.attach(clients)
-            start.wait_attached(clients, self._options)
+            start.wait_attached(self._clients, self._options, lambda: self._closed)
 
         self._starting = threading.Thread(target=begin, name="kvstore-start", daemon=True)
         self._starting.start()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """A rank's KV memory is there."""
-        if self._shape is None:
+        shape, worker = self._shape, self._worker
+        if shape is None or worker is None:
             return
         try:
-            banks, writes = start.banks_of(self._vllm_config, self._kv_cache_config, self._shape, kv_caches)
-        except Unsupported as error:
+            banks, writes = start.banks_of(self._vllm_config, self._kv_cache_config, shape, kv_caches)
+        except Exception as error:  # noqa: BLE001 the engine must start whatever is wrong here
             self._refuse(error)
             return
-        self._worker = Worker(writes, len(banks), self._tally)
-        self._start(lambda weights: start.worker_clients(self._vllm_config, self._need(), weights, banks))
+        self._start(
+            lambda weights: start.worker_clients(self._vllm_config, shape, weights, banks),
+            lambda clients: worker.attach(clients, writes),
+        )
         self._await_start()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.bind(gpu_block_pool)
+            self._scheduler.bind(gpu_block_pool, len(self._kv_cache_config.kv_cache_groups))
             self._await_start()
 
     def _await_start(self) -> None:
@@ -202,7 +206,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
         if self._worker is not None and isinstance(orders, StepOrders):
-            self._worker.begin(orders)
+            self._worker.begin_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are whole before their request is scheduled."""
@@ -211,12 +215,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """Blocks are pinned until they are copied: nothing to wait for."""
+        """After the forward, so that what is copied is computed. Blocks are pinned: nothing to wait for."""
+        orders = self._get_connector_metadata()
+        if self._worker is not None and isinstance(orders, StepOrders):
+            self._worker.begin_saves(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
-        ended = self._worker.finished()
+        ended = self._worker.finished(finished_req_ids)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=self._worker.failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -246,9 +253,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Copies joined, sessions ended. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         if self._starting is not None:
             self._starting.join(self._options.attach_s)
         if self._worker is not None:

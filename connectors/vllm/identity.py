@@ -81,6 +81,8 @@ def check_supported(vllm_config: Any, weights: str = "") -> None:
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("calculate_kv_scales: each engine finds scales of its own; set it to false")
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise Unsupported("weight_transfer_config: the weights change while the engine runs; leave it out")
     if getattr(vllm_config, "ec_transfer_config", None) is not None:
         raise Unsupported("ec_transfer_config: others' encoder outputs come by an id of a caller's choice")
     _check_model(model)

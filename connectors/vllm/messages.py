@@ -74,13 +74,11 @@ class Saved:
         banks: how many have.
         ready: blocks that became readable, told by the bank that wrote last.
         dropped: most blocks that one of them could not write.
-        reason: of the first that could not.
     """
 
     banks: int
     ready: int
     dropped: int
-    reason: str = ""
 
 
 @dataclass
@@ -110,7 +108,6 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             mine.banks += theirs.banks
             mine.ready += theirs.ready
             mine.dropped = max(mine.dropped, theirs.dropped)
-            mine.reason = mine.reason or theirs.reason
         for request, positions in other.bad.items():
             self.bad.setdefault(request, set()).update(positions)
         for request, good in other.loaded.items():

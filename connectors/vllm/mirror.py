@@ -7,7 +7,8 @@ enough: a block that has left meanwhile makes a lookup skip too much, which the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,20 @@ _SHARE = 0.01  # of a core that looking may take, however large the pool is
 
 
 class Mirror:
-    """Args: pool: vLLM's BlockPool. blocks: as the daemon was told."""
+    """What the daemon was told.
 
-    def __init__(self, pool: Any, blocks: int) -> None:
+    Args:
+        pool: vLLM's BlockPool.
+        blocks: its size, as the daemon was told.
+        groups: KV groups; the device holds a key when it holds a block of it in each.
+        block_tokens: tokens in a block; where vLLM hashes smaller pieces, no key is known to be there.
+    """
+
+    def __init__(self, pool: Any, blocks: int, groups: int, block_tokens: int) -> None:
         self._pool = pool
         self._blocks = blocks
+        self._groups = groups
+        self._by_block = pool.hash_block_size == block_tokens
         self._names: dict[bytes, bytes] = {}  # vLLM's hash → our key
         self._told: set[bytes] = set()
         self._counts: tuple[int, int, int] | None = None
@@ -37,7 +47,7 @@ class Mirror:
 
     def learn(self, hashes: Sequence[bytes], keys: NDArray[np.uint8]) -> None:
         """vLLM calls the blocks with these keys so. Lengths may differ: what one lacks is not known yet."""
-        count = min(len(hashes), len(keys))
+        count = min(len(hashes), len(keys)) if self._by_block else 0
         if not count or self._names.get(hashes[count - 1]) == keys[count - 1].tobytes():
             return
         named = np.ascontiguousarray(keys[:count]).view(f"V{_KEY}").ravel().tolist()
@@ -53,15 +63,19 @@ class Mirror:
             return
         self.changed = False
         names, idle, mapped = self._names, 0, 0
-        held: set[Any] = set()
+        tags = set()  # vLLM's hash, and 4 bytes that name the KV group
         for block in self._pool.blocks:
+            tag = block.block_hash  # once: the scheduler's thread may take it away meanwhile
             if block.ref_cnt > 0 or block.is_null:
                 mapped += 1
-            elif block.block_hash is not None:
+            elif tag is not None:
                 idle += 1
-            if block.block_hash is not None:
-                held.add(names.get(block.block_hash[:-4]))  # the last 4 bytes name the KV group
-        held.discard(None)
+            if tag is not None:
+                tags.add(tag)
+        hashes: Iterable[bytes] = (tag[:-4] for tag in tags)
+        if self._groups > 1:
+            hashes = (hash_ for hash_, count in Counter(hashes).items() if count == self._groups)
+        held = {names[hash_] for hash_ in hashes if hash_ in names}
         counts = (mapped, idle, self._blocks - mapped - idle)
         stored, removed = held - self._told, self._told - held
         if counts != self._counts or stored or removed:
@@ -81,7 +95,8 @@ class Mirror:
         self._names, self.changed = {}, True
 
     def _hashes(self) -> list[bytes]:
-        return [block.block_hash[:-4] for block in self._pool.blocks if block.block_hash is not None]
+        tags = [block.block_hash for block in self._pool.blocks]
+        return [tag[:-4] for tag in tags if tag is not None]
 
 
 def _rows(keys: set[Any]) -> NDArray[np.uint8]:

@@ -32,7 +32,7 @@ class Options:
             when a request is new, and in every step that would compute nothing otherwise.
         lookup_s: after this long a request is computed, whatever the daemon may still answer.
         attach_s: how long the engine's start waits for a daemon that listens.
-        pins_share: part of the device blocks that may wait for their copy after their request let them go.
+        pins_share: part of the device blocks that may be held for their copy, whatever their request does.
     """
 
     socket: str = ""

@@ -29,6 +29,7 @@ from .tracked import Tracked
 __all__ = ["Saves"]
 
 U32 = NDArray[np.uint32]
+_BLOCKS_MAX = 1024  # of one save; below what one message to the daemon may name
 
 
 @dataclass(slots=True)
@@ -84,7 +85,8 @@ class Saves:
             tables: the request's block table of each KV group.
         """
         start = tracked.planned
-        stop = min(full, start + (self._pins_max - self._pins) // len(tables))
+        room = (self._pins_max - self._pins) // len(tables) or int(not self._pins)  # one block always may
+        stop = min(full, start + room, start + _BLOCKS_MAX)
         if stop <= start or self._pool is None:
             return
         ids = tuple(np.asarray(table[start:stop], np.uint32) for table in tables)
@@ -99,7 +101,7 @@ class Saves:
         self._pool.touch(pinned)
         self._pins += len(pinned)
         tracked.planned = stop
-        reserved = self._courier.reserve(tracked.request, tracked.reuse, start, stop)
+        reserved = self._courier.reserve(tracked, start, stop)
         number = next(self._numbers)
         self._reserving[number] = _Save(number, tracked, start, stop, ids, pinned, reserved)
 
@@ -113,12 +115,12 @@ class Saves:
                 continue
             del self._reserving[number]
             if save.reserved.exception() is not None:
-                self._end(save, kept=0, reason="no slots could be asked for")
+                self._end(save, kept=0)
                 continue
             got = save.reserved.result()
             self._tally.add("known_blocks", got.filled + got.elsewhere)
             if not got.token:  # all of it is known, or nothing could be had
-                self._end(save, kept=len(got.slots), reason=got.reason)
+                self._end(save, kept=len(got.slots))
                 continue
             self._copying[number] = save
             orders.append(SaveOrder(number, got, tuple(one[: len(got.slots)] for one in save.ids)))
@@ -133,13 +135,12 @@ class Saves:
         total.banks += answer.banks
         total.ready += answer.ready
         total.dropped = max(total.dropped, answer.dropped)
-        total.reason = total.reason or answer.reason
         if total.banks >= self._banks:
             del self._copying[number]
             self._tally.add("saved_blocks", total.ready)
-            self._end(save, kept=save.stop - save.start - total.dropped, reason=total.reason)
+            self._end(save, kept=save.stop - save.start - total.dropped)
 
-    def _end(self, save: _Save, kept: int, reason: str) -> None:
+    def _end(self, save: _Save, kept: int) -> None:
         self._pool.free_blocks(reversed(save.pinned))
         self._pins -= len(save.pinned)
         lost = save.stop - save.start - kept
@@ -148,7 +149,7 @@ class Saves:
         if save.tracked.ended:
             self._tally.add("dropped_blocks", lost)
         else:
-            save.tracked.retry(save.start + kept, reason)
+            save.tracked.retry(save.start + kept)
 
     def pending(self) -> bool:
         """Does the engine have to go on stepping for a save to end?"""

@@ -22,17 +22,18 @@ import numpy as np
 from kvstore.client import Client
 from kvstore.types import Hit, Reuse, Tier
 
-from .courier import Answer, Courier
+from .courier import Courier, is_plain
 from .messages import LoadOrder, StepOrders, StepReport
 from .metrics import Tally
 from .options import Options, reuse_of
 from .saves import Saves
-from .tracked import Tracked
+from .tracked import Answer, Tracked
 
 __all__ = ["Scheduler"]
 
 _log = logging.getLogger("vllm.kvstore")
 _RELOOKS_MAX = 3
+_BUSY_SHARE = 0.25  # of the patience, in a step that computes
 
 
 class Scheduler:
@@ -59,25 +60,28 @@ class Scheduler:
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[LoadOrder] = []
         self._idle = True  # the last step computed nothing
+        self._patience_s = options.patience_s  # that this step has left
 
     def serve(self, client: Client) -> None:
         """From now on there is a client."""
         self._courier.serve(client)
 
-    def bind(self, pool: Any) -> None:
+    def bind(self, pool: Any, groups: int) -> None:
         """vLLM's block pool: pins, and the daemon's picture of the device."""
         self._saves.bind(pool)
-        self._courier.watch(pool, pool.num_gpu_blocks)
+        self._courier.watch(pool, pool.num_gpu_blocks, groups)
 
     # ---- loads -------------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
         """vLLM has accepted a request."""
-        self._courier.arrived(request)
+        self._courier.arrived(self._track(request))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond `computed`; None: ask again."""
         tracked = self._track(request)
+        if tracked.first_admission:
+            tracked.device = computed
         wanted = self._loads and tracked.may_offer and tracked.reuse is not Reuse.NONE
         if not wanted or request.skip_reading_prefix_cache:
             return 0, False
@@ -106,22 +110,22 @@ class Scheduler:
         return tracked
 
     def _answer(self, tracked: Tracked) -> Answer | None:
-        """The lookup's answer; a moment is spent on it at first, and while the engine has nothing to do."""
-        patience = self._options.patience_s if self._idle else 0.0
+        """The lookup's answer, if it is there within what this step may still wait."""
+        began = time.monotonic()
         if tracked.asked is None:
             if not self._courier.attached:
                 return Answer(None, reason="no daemon is attached")
-            afresh = tracked.relooks > 0
-            tracked.asked = self._courier.look_up(tracked.request, tracked.reuse, afresh=afresh)
-            tracked.asked_at = time.monotonic()
-            patience = self._options.patience_s
+            tracked.asked = self._courier.look_up(tracked, afresh=tracked.relooks > 0)
+            tracked.asked_at = began
             self._tally.add("lookups")
         try:
-            answer = tracked.asked.result(patience)
+            answer = tracked.asked.result(self._patience_s if is_plain(tracked.request) else 0.0)
         except NotYet:
             return None
         except Exception as error:  # noqa: BLE001 the courier has logged it
             answer = Answer(None, reason=f"the lookup failed: {error!r}")
+        finally:
+            self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
         tracked.asked = None
         return answer
 
@@ -134,23 +138,23 @@ class Scheduler:
             tracked.reason = answer.reason
         else:
             tracked.reason = answer.hit.plan.reason
-            tracked.planned = max(tracked.planned, answer.hit.blocks)
+            tracked.known_to(answer.epoch, answer.hit.blocks)
 
     def _offer(self, tracked: Tracked, computed: int) -> tuple[int | None, bool]:
         answer = tracked.answer
         hit = answer.hit if answer is not None else None
-        tracked.device = computed
-        if hit is None:
+        if answer is None or hit is None:
             return 0, False
         own = computed // self._block_tokens
         start, stop = hit.plan.load_start, hit.plan.load_stop
         usable = (tracked.request.num_tokens - 1) // self._block_tokens  # vLLM leaves the last token out
-        if own < min(start, usable) and tracked.relooks < _RELOOKS_MAX:
-            # The daemon counted on blocks that have left the device meanwhile.
+        stale = own < min(start, usable) or answer.epoch != self._courier.epoch
+        if stale and tracked.relooks < _RELOOKS_MAX:
+            # The daemon counted on blocks that have left the device meanwhile, or is another one by now.
             tracked.relooks += 1
             self._drop_answer(tracked)
             return None, False
-        if not start <= own < stop:
+        if stale or not start <= own < stop:
             self._drop_answer(tracked)
             tracked.answer = Answer(None)  # and not asked again
             return 0, False
@@ -180,15 +184,15 @@ class Scheduler:
             )
         )
         tracked.loading, tracked.good, tracked.bad = True, stop - start, set()
-        tracked.hits = _by_tier(hit, start, stop, self._block_tokens)
+        tracked.loads = _by_tier(hit, start, stop, self._block_tokens)
         self._tally.add("hits")
 
     def sources(self, request: Any, external: int) -> dict[Tier, int]:
         """Where `external` tokens come from; empty if this side does not know."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or sum(tracked.hits.values()) != external:
+        if tracked is None or sum(tracked.loads.values()) != external:
             return {}
-        return tracked.hits
+        return tracked.loads
 
     def _rank_loaded(self, request_id: str, report: StepReport) -> None:
         """A rank has ended this load, others perhaps not."""
@@ -210,11 +214,13 @@ class Scheduler:
         self._courier.finish_load(tracked.answer.hit.lease, tracked.bad)
         tracked.loading, tracked.answer = False, None
         self._tally.add("loaded_tokens", good * self._block_tokens)
+        if tracked.first_admission:
+            tracked.hits = _first(tracked.loads, good * self._block_tokens)
         if good < stop - start:
             # Its saves end here: what it computes from now on rests on a load that was cut short (LAWS A4).
             tracked.may_offer, tracked.closed = False, True
-            tracked.hits = _first(tracked.hits, good * self._block_tokens)
             self._tally.add("failed_load_tokens", (stop - start - good) * self._block_tokens)
+        if good < stop - start and not tracked.ended:
             _log.warning(
                 "kvstore: request %s loaded %d of %d blocks (%s); the rest is computed",
                 request_id,
@@ -232,28 +238,35 @@ class Scheduler:
         for request_id, scheduled in step.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                self._save(tracked, step.kv_connector_block_state.get_block_ids(request_id), scheduled)
+                self._save(tracked, step.kv_connector_block_state, scheduled)
         loads, self._orders = self._orders, []
         if step.num_scheduled_tokens or loads:
             self._courier.stepped()
         self._idle = not step.num_scheduled_tokens
+        # Requests that are being answered must not wait for one that is new.
+        self._patience_s = self._options.patience_s * (1.0 if self._idle else _BUSY_SHARE)
         return StepOrders(loads, self._saves.due(), idle=self._idle)
 
-    def _save(self, tracked: Tracked, tables: Sequence[Sequence[int]] | None, scheduled: int) -> None:
+    def _save(self, tracked: Tracked, blocks: Any, scheduled: int) -> None:
         request = tracked.request
         # Draft tokens may be rejected: only those that are the request's own count.
         known = min(request.num_computed_tokens + scheduled, request.num_tokens)
         full = known // self._block_tokens
-        if full <= tracked.planned or tables is None or not self._keeps(tracked):
+        if not full or not self._keeps(tracked) or full <= tracked.planned:
             return
         if tracked.tries and time.monotonic() < tracked.not_before:
             return
-        self._saves.begin(tracked, tables, full)
+        tables = blocks.get_block_ids(request.request_id)  # vLLM makes a copy: only where it is needed
+        if tables is not None:
+            self._saves.begin(tracked, tables, full)
 
     def _keeps(self, tracked: Tracked) -> bool:
         if not self._may_save or tracked.closed or tracked.reuse is Reuse.NONE:
             return False
-        return self._courier.attached
+        epoch = self._courier.epoch
+        if epoch:
+            tracked.known_to(epoch)
+        return bool(epoch)
 
     def heard(self, report: StepReport | None, received: set[str]) -> None:
         """What the ranks answered with a step: reports, and requests whose load has ended on all of them."""
@@ -282,7 +295,6 @@ class Scheduler:
         if not tracked.loading:
             self._drop_answer(tracked)
             del self._tracked[request.request_id]
-        self._courier.forget(request.request_id)
         hits = {"GPU": tracked.device, **{tier.value: count for tier, count in tracked.hits.items()}}
         return {"kvstore": {"hit_tokens": {k: n for k, n in hits.items() if n}, "reason": tracked.reason}}
 
@@ -293,7 +305,7 @@ class Scheduler:
         full = min([computed // self._block_tokens, *map(len, tables)])
         if tracked.loading or not self._may_save or tracked.reuse is Reuse.NONE:
             return
-        if full > tracked.planned and self._keeps(tracked):
+        if self._keeps(tracked) and full > tracked.planned:
             self._saves.begin(tracked, tables, full)
             self._tally.add("unpinned_blocks", max(0, full - tracked.planned))
         self._tally.add("dropped_blocks", max(0, full - tracked.planned))
@@ -301,12 +313,13 @@ class Scheduler:
     def _abandon(self, tracked: Tracked) -> None:
         """Nobody waits for the lookup any more; a lease that it still brings goes back."""
         asked, tracked.asked = tracked.asked, None
-        if asked is not None:
+        if asked is not None and not asked.cancel():
             asked.add_done_callback(self._give_back)
 
     def _give_back(self, asked: Future[Answer]) -> None:
-        if asked.exception() is None and asked.result().hit is not None:
-            self._courier.release(asked.result().hit.lease)  # type: ignore[union-attr]
+        hit = asked.result().hit if asked.exception() is None else None
+        if hit is not None:
+            self._courier.release(hit.lease)
 
     def _drop_answer(self, tracked: Tracked) -> None:
         answer, tracked.answer = tracked.answer, None
@@ -320,9 +333,11 @@ class Scheduler:
         self._courier.reset()
         for tracked in self._tracked.values():
             self._abandon(tracked)
+            if tracked.loading or tracked.request.num_computed_tokens:
+                tracked.closed = True  # what it holds was computed by the former weights
             if not tracked.loading:
                 self._drop_answer(tracked)
-            tracked.planned = 0
+            tracked.planned, tracked.binding = 0, None
         return not self._saves.pending()
 
     def close(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket as sockets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("vllm.kvstore")
+_SLICE_S = 0.2
 _NULL_BLOCK = 0  # vLLM never stores a token in it: the layout proof may
 
 
@@ -160,17 +162,25 @@ def unbind() -> None:
 
 
 def listens(socket: str) -> bool:
-    """Is there a socket that a daemon may listen on?"""
-    return Path(socket).is_socket()
+    """Does a daemon listen there? One that was killed leaves its socket behind."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(socket)
+        except OSError:
+            return False
+    return True
 
 
-def wait_attached(clients: Sequence[Client], options: Options) -> None:
-    """Until attached, refused, or `attach_s` is over; says which."""
+def wait_attached(clients: Sequence[Client], options: Options, ended: Callable[[], bool]) -> None:
+    """Until attached, refused, `ended`, or `attach_s` is over; says which."""
     until = time.monotonic() + options.attach_s
     for client in clients:
-        if client.wait_attached(max(0.0, until - time.monotonic())):
-            continue
-        if client.refusal is not None:
-            _log.warning("kvstore: the daemon refuses this engine, which runs without it: %s", client.refusal)
-        return
+        while not client.wait_attached(_SLICE_S):
+            if client.refusal is not None:
+                _log.warning(
+                    "kvstore: the daemon refuses this engine, which runs without it: %s", client.refusal
+                )
+            if client.refusal is not None or ended() or time.monotonic() > until:
+                return
     _log.info("kvstore: attached to %s", options.socket)

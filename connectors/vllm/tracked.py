@@ -7,52 +7,88 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.types import Reuse, Tier
+from kvstore.keys import KeyChain
+from kvstore.types import Hit, Reuse, Tier
 
-from .courier import Answer
+from .binding import Bound
 
-__all__ = ["Tracked"]
+__all__ = ["Answer", "Keys", "Tracked"]
 
 _TRIES_MAX = 4
 _PAUSE_S = 0.05  # after the first save that was dropped; doubled each time
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a lookup.
+
+    Attributes:
+        hit: a lease that its asker has to give back, or None.
+        chain: the request's keys; only with a hit.
+        epoch: of the daemon that granted it.
+        reason: why there is none.
+        bindable: False: this request must not be saved either.
+    """
+
+    hit: Hit | None
+    chain: KeyChain | None = None
+    epoch: bytes = b""
+    reason: str = ""
+    bindable: bool = True
+
+
+@dataclass(slots=True)
+class Keys:
+    """Keys of a request so far, and what they bind."""
+
+    bound: Bound
+    chain: KeyChain
+
+
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """One request.
+    """One request. `keys` belongs to the courier's thread, all else to the scheduler's.
 
     Attributes:
         request: vLLM's.
         reuse: how far its blocks may be shared; NONE: neither looked up nor saved.
+        binding: what it carries beside tokens; None where that is nothing.
+        keys: of its full blocks.
         asked: a lookup under way, or its answer while it has not been used.
         asked_at: when, on the monotonic clock.
         answer: the lookup that the current offer, or load, relies on.
         offer: blocks [start, stop) that were offered to the engine.
         loading: they are being loaded.
+        loads: their tokens by tier.
         good: leading blocks of the offer that every rank which has ended could load.
         bad: positions in the chain whose stored bytes were wrong.
         may_offer: False after a load that failed: the engine would ask for ever (LAWS E22).
-        relooks: lookups asked again because the device pool had changed.
+        relooks: lookups asked again because the device pool, or the daemon, had changed.
+        epoch: boot epoch of the daemon that `planned` is about.
         planned: leading blocks that are saved, known to the daemon, or on their way.
         closed: nothing more of it is saved.
         tries, not_before: of saves that were dropped.
-        device: leading tokens that the engine itself held.
-        hits: tokens loaded, by tier.
+        device: leading tokens that the engine itself held when the request was first admitted.
+        hits: tokens loaded then, by tier.
         reason: why nothing could be loaded, or why the daemon planned so.
         ended: the engine is done with it.
     """
 
     request: Any
     reuse: Reuse
+    binding: Future[Bound] | None = None
+    keys: Keys | None = None
     asked: Future[Answer] | None = None
     asked_at: float = 0.0
     answer: Answer | None = None
     offer: tuple[int, int] = (0, 0)
     loading: bool = False
+    loads: dict[Tier, int] = field(default_factory=dict)
     good: int = 0
     bad: set[int] = field(default_factory=set)
     may_offer: bool = True
     relooks: int = 0
+    epoch: bytes = b""
     planned: int = 0
     closed: bool = False
     tries: int = 0
@@ -62,10 +98,20 @@ class Tracked:
     reason: str = ""
     ended: bool = False
 
-    def retry(self, planned: int, reason: str) -> None:
+    @property
+    def first_admission(self) -> bool:
+        """Has it never been preempted? What it finds when it is resumed, it has perhaps computed itself."""
+        return not self.request.num_preemptions
+
+    def known_to(self, epoch: bytes, blocks: int = 0) -> None:
+        """The daemon of this epoch has the first `blocks` blocks; another one may have none."""
+        if epoch != self.epoch:
+            self.epoch, self.planned, self.tries = epoch, 0, 0
+        self.planned = max(self.planned, blocks)
+
+    def retry(self, planned: int) -> None:
         """Blocks from `planned` on were dropped: try again in a moment, a few times."""
         self.planned = min(self.planned, planned)
         self.tries += 1
         self.not_before = time.monotonic() + _PAUSE_S * 2**self.tries
         self.closed = self.closed or self.tries > _TRIES_MAX
-        self.reason = self.reason or reason

@@ -1,7 +1,7 @@
 """A rank's side: bytes between vLLM's KV memory and the arena. It decides nothing.
 
     orders ─▶ loads   submitted to native threads, polled once a step, reported in the step they end
-           ─▶ saves   copied by native threads; a Python thread sleeps until each ends, then publishes
+           ─▶ saves   handed to a Python thread that submits them and sleeps until they end
 
 Nothing here waits for a copy while the engine computes, and nothing raises because a daemon is absent: then
 a load ends at once with every block missing, and a save with every block dropped.
@@ -9,11 +9,12 @@ a load ends at once with every block missing, and a save with every block droppe
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 
 from kvstore._native import DROPPED, OK
 from kvstore.client import Client, Load, LoadResult, Save
-from kvstore.types import SaveResult
 
 from .messages import LoadOrder, Saved, SaveOrder, StepOrders, StepReport
 from .metrics import Tally
@@ -30,6 +30,7 @@ from .metrics import Tally
 __all__ = ["Worker"]
 
 U32 = NDArray[np.uint32]
+_log = logging.getLogger("vllm.kvstore")
 # How long a step that computes nothing may sleep for what is about to end, instead of spinning.
 _IDLE_S = 0.001
 
@@ -46,14 +47,16 @@ class _Loading:
 class Worker:
     """Copies for one rank.
 
+    Until `attach`, or for ever where the daemon refuses this rank, every load fails and every save is
+    dropped: the scheduler is a process of its own and waits for each answer.
+
     Args:
-        writes: this rank owns its cells; a replica of a lower rank loads but never writes.
         banks: KV groups of this rank; each answers for every save.
         tally: what vLLM's logger and metrics are told.
     """
 
-    def __init__(self, writes: bool, banks: int, tally: Tally) -> None:
-        self._writes = writes
+    def __init__(self, banks: int, tally: Tally) -> None:
+        self._writes = True
         self._banks = banks
         self._tally = tally
         self._clients: Sequence[Client] = ()
@@ -62,25 +65,34 @@ class Worker:
         self._failed: set[str] = set()
         self._report = StepReport()
         self._idle = False
-        self._saves: queue.SimpleQueue[tuple[int, list[Save]] | None] = queue.SimpleQueue()
-        self._saved: deque[tuple[int, list[SaveResult]]] = deque()
+        self._saves: queue.SimpleQueue[SaveOrder | None] = queue.SimpleQueue()
+        self._saved: deque[tuple[int, Saved]] = deque()
         self._under_way = 0
-        self._saver = threading.Thread(target=self._finish_saves, name="kvstore-saves", daemon=True)
+        self._saver = threading.Thread(target=self._copy_out, name="kvstore-saves", daemon=True)
         self._saver.start()
 
-    def attach(self, clients: Sequence[Client]) -> None:
-        """From now on there is somebody to copy for: one client per bank."""
+    def attach(self, clients: Sequence[Client], writes: bool) -> None:
+        """From now on there is somebody to copy for.
+
+        Args:
+            clients: one per bank.
+            writes: this rank owns its cells; a replica of a lower rank loads but never writes.
+        """
+        self._writes = writes
         self._clients = clients
 
     # ---- one step --------------------------------------------------------------------------------------
 
-    def begin(self, orders: StepOrders) -> None:
-        """Submit what a step brings. Copies go on while the engine computes."""
+    def begin_loads(self, orders: StepOrders) -> None:
+        """Submit the step's loads. Copies go on while the engine computes."""
         self._idle = orders.idle
-        for load in orders.loads:
-            self._loading.append(self._begin_load(load))
-        for save in orders.saves:
-            self._begin_save(save)
+        self._loading += [self._begin_load(order) for order in orders.loads]
+
+    def begin_saves(self, orders: StepOrders) -> None:
+        """Hand over the step's saves; their blocks are computed by now, and pinned until answered."""
+        self._under_way += len(orders.saves)
+        for order in orders.saves:
+            self._saves.put(order)
 
     def _begin_load(self, order: LoadOrder) -> _Loading:
         loading = _Loading(order, [])
@@ -88,28 +100,29 @@ class Worker:
         if not clients or any(client.epoch != order.epoch for client in clients):
             loading.reason = "this rank is not attached to the daemon that named the slots"
             return loading
-        for client, blocks in zip(clients, order.blocks, strict=True):
-            needed = np.flatnonzero(blocks).astype(np.uint32)
-            if needed.size:
-                copy = client.load_slots(order.slots[needed], order.keys[needed], blocks[needed])
-                loading.parts.append((needed, copy))
+        try:
+            for client, blocks in zip(clients, order.blocks, strict=True):
+                needed = np.flatnonzero(blocks).astype(np.uint32)
+                if needed.size:
+                    copy = client.load_slots(order.slots[needed], order.keys[needed], blocks[needed])
+                    loading.parts.append((needed, copy))
+        except Exception as error:  # noqa: BLE001 the engine must go on
+            _log.exception("kvstore: a load could not begin")
+            loading.reason = f"the load could not begin: {error!r}"
         return loading
-
-    def _begin_save(self, order: SaveOrder) -> None:
-        clients = self._clients
-        if not self._writes or not clients:
-            dropped = 0 if not self._writes else len(order.reservation.slots)
-            reason = "this rank has no daemon" if dropped else ""
-            self._answer(order.save, Saved(self._banks, 0, dropped, reason))
-            return
-        writes = [c.write(order.reservation, blocks) for c, blocks in zip(clients, order.blocks, strict=True)]
-        self._under_way += 1
-        self._saves.put((order.save, writes))
 
     # ---- what ended ------------------------------------------------------------------------------------
 
-    def finished(self) -> set[str]:
-        """Requests whose load has ended, each named once; their bad blocks are known from here on."""
+    def finished(self, gone: Collection[str]) -> set[str]:
+        """Requests whose load has ended, each named once; their bad blocks are known from here on.
+
+        Args:
+            gone: requests that ended in this step; what of their load has not begun is dropped.
+        """
+        for loading in self._loading:
+            if loading.order.request in gone:
+                for _, copy in loading.parts:
+                    copy.cancel()
         if self._idle and (self._loading or self._under_way):
             self._doze()
         ended = set()
@@ -168,23 +181,46 @@ class Worker:
     def report(self) -> StepReport | None:
         """What the scheduler has to know of this step; None if nothing."""
         while self._saved:
-            number, results = self._saved.popleft()
+            number, saved = self._saved.popleft()
             self._under_way -= 1
-            worst = max(results, key=lambda result: result.dropped)
-            ready = sum(result.ready for result in results)
-            self._answer(number, Saved(len(results), ready, worst.dropped, worst.reason))
+            self._report.saves[number] = saved
         report, self._report = self._report, StepReport()
         return report if report.saves or report.loaded else None
 
-    def _answer(self, number: int, saved: Saved) -> None:
-        self._report.saves[number] = saved
+    # ---- the thread that copies out ----------------------------------------------------------------------
 
-    # ---- the thread that sleeps until saves end ----------------------------------------------------------
+    def _copy_out(self) -> None:
+        """Submit what waits, all of it, then sleep until each has ended: copies overlap with publishing."""
+        while (order := self._saves.get()) is not None:
+            orders = [order]
+            while not self._saves.empty():
+                following = self._saves.get()
+                if following is None:
+                    self._saves.put(None)
+                    break
+                orders.append(following)
+            handles = [self._write(order) for order in orders]
+            for order, writes in zip(orders, handles, strict=True):
+                self._saved.append((order.save, self._written(order, writes)))
 
-    def _finish_saves(self) -> None:
-        while (item := self._saves.get()) is not None:
-            number, writes = item
-            self._saved.append((number, [_ended(write) for write in writes]))
+    def _write(self, order: SaveOrder) -> list[Save]:
+        """Begin to copy; nothing where this rank does not write, or cannot."""
+        clients = self._clients
+        if not self._writes or not clients:
+            return []
+        try:
+            pairs = zip(clients, order.blocks, strict=True)
+            return [client.write(order.reservation, blocks) for client, blocks in pairs]
+        except Exception:  # noqa: BLE001 its blocks are pinned until they are answered for
+            _log.exception("kvstore: a save could not begin")
+            return []
+
+    def _written(self, order: SaveOrder, writes: Sequence[Save]) -> Saved:
+        if not writes:
+            return Saved(self._banks, 0, len(order.reservation.slots) if self._writes else 0)
+        results = [_ended(write) for write in writes]
+        ready = sum(result.ready for result in results)
+        return Saved(self._banks, ready, max(result.dropped for result in results))
 
     def close(self) -> None:
         """Every copy joined; the clients are their owner's to close."""
