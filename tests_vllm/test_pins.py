@@ -141,6 +141,9 @@ def test_saves_of_many_requests_at_once(tiny: Path, daemon: Daemon, new_engine: 
     host = engine.generate_all(prompts, 24)
     assert [a.tokens for a in host] == [a.tokens for a in cold]
     assert [(a.own, a.external) for a in host if a.own + a.external < 128] == []
+    for answer in host:
+        assert answer.params is not None
+        assert sum(answer.params["kvstore"]["hit_tokens"].values()) == answer.own + answer.external
     engine.drain()
     assert engine.free_blocks == 399
     assert daemon.check()["ok"] is True

@@ -172,6 +172,8 @@ class Scheduler:
             self._drop_answer(tracked)
             return
         start, stop = tracked.offer
+        stop = min(stop, start + external // self._block_tokens)
+        tracked.offer = (start, stop)
         tables = blocks.get_block_ids()
         first = start - hit.plan.load_start
         self._orders.append(
