@@ -65,27 +65,6 @@ def _prove_part(daemon: ScriptedDaemon, conn: Any, body: Any) -> Any:
     return daemon.on_provedstore(conn, body)
 
 
-def test_a_proof_waits_while_somebody_else_has_the_scratch_block(daemon: ScriptedDaemon, make: Maker) -> None:
-    scratch = threading.Lock()
-    scratch.acquire()
-    client = make(scratch_lock=scratch)
-    assert not client.wait_attached(0.2)
-    scratch.release()
-    assert client.wait_attached(WAIT_S)
-    assert not scratch.locked()
-    second = make(scratch_lock=scratch)
-    assert second.wait_attached(WAIT_S)
-
-
-def test_a_proof_that_fails_gives_the_scratch_block_back(daemon: ScriptedDaemon, make: Maker) -> None:
-    scratch = threading.Lock()
-    daemon.handlers[m.ProvedStore] = lambda conn, body: failed(LayoutRefused("layout: no"))
-    client = make(scratch_lock=scratch)
-    assert not client.wait_attached(WAIT_S)
-    assert isinstance(client.refusal, LayoutRefused)
-    assert not scratch.locked()
-
-
 @pytest.mark.parametrize("restore", [True, False])
 def test_the_scratch_block_is_restored_on_request(daemon: ScriptedDaemon, make: Maker, restore: bool) -> None:
     memory = Memory()
