@@ -32,7 +32,7 @@ __all__ = ["Worker"]
 U32 = NDArray[np.uint32]
 _log = logging.getLogger("vllm.kvstore")
 # How long a step that computes nothing may sleep for what is about to end, instead of spinning.
-_IDLE_S = 0.001
+_IDLE_S = 0.003
 
 
 @dataclass(slots=True)
