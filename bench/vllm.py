@@ -144,6 +144,8 @@ class Bench:
         model = make_smollm2(self._folder / "smollm2")
         with ExitStack() as stack:
             _, settings = self._daemon(stack, model, "d2")
+            # Blocks of 6 MiB: a tenth of the pool has to hold what two steps compute, or saves are dropped.
+            settings = replace(settings, kv_bytes=3 << 30)
             computing = stack.enter_context(EngineProcess(self._folder, settings, "computing2"))
             loading = stack.enter_context(EngineProcess(self._folder, settings, "loading2"))
             for name, turns in self._plan.smollm2.items():

@@ -157,6 +157,7 @@ class Scheduler:
         if stale or not start <= own < stop:
             self._drop_answer(tracked)
             tracked.answer = Answer(None)  # and not asked again
+            tracked.reason = "nothing is known beyond what the engine holds itself"
             return 0, False
         tracked.offer = (own, stop)
         return stop * self._block_tokens - computed, True
