@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scratch import scratch
 
 from bench.vllm_settings import environment
 
 # Before torch and vLLM are imported.
-os.environ.update(environment())
+os.environ.update({**environment(), **scratch()})
 
 from daemon import Daemon
 from engines import ApiServer, Engine, EngineProcess, settings_of
