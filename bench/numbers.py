@@ -168,6 +168,23 @@ def _memory() -> str:
     return " ".join(facts) + "\n"
 
 
+def _vllm_two() -> str:
+    result: dict[str, Any] = json.loads((RESULTS / "vllm_two.json").read_text())
+    lines = ["```console"]
+    for name, port, what in (("computed", 8001, "A computes it"), ("loaded", 8002, "B loads it")):
+        asked = result[name]
+        lines += [
+            f"$ curl -s localhost:{port}/v1/chat/completions -d @question.json  "
+            f"# server {what}, first token after {asked['first_token_s']:.2f} s",
+            f'  "content": {json.dumps(asked["answer"])}',
+            f'  "kv_transfer_params": {{"kvstore": {{"hit_tokens": {json.dumps(asked["hit_tokens"])}, …}}}}',
+        ]
+    lines.append("$ curl -s localhost:8002/metrics | grep kvstore_load")
+    lines += [f'{name}{{engine="0",…}} {value:g}' for name, value in result["metrics_of_b"].items()]
+    tokens = result["loaded"]["prompt_tokens"]
+    return "\n".join(lines) + f"\n```\n\nA prompt of {tokens:,} tokens. {_origin(result)}\n"
+
+
 def _vllm() -> str:
     result: dict[str, Any] = json.loads((RESULTS / "vllm.json").read_text())
     rows = [
@@ -206,6 +223,7 @@ _BLOCKS = {
     "idle_share": _idle_share,
     "memory": _memory,
     "vllm": _vllm,
+    "vllm_two": _vllm_two,
     "aiofiles": _aiofiles,
 }
 

@@ -22,7 +22,7 @@ os.environ.update({**environment(), **scratch()})
 from daemon import Daemon
 from engines import ApiServer, Engine, EngineProcess, settings_of
 
-from bench.vllm_models import M246, make_random, make_smollm2
+from bench.vllm_models import make_random, make_smollm2
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FOREIGN_PROCESSES = ("resource_tracker",)  # Python's own, ends with this process
@@ -51,12 +51,6 @@ def other_tiny(models: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def m246(models: Path) -> Path:
-    """246 M weights: 1 GB of disk and of memory."""
-    return make_random(models / "m246", M246)
-
-
-@pytest.fixture(scope="session")
 def smollm2(models: Path) -> Path:
     """SmolLM2-135M-Instruct with its tokenizer and chat template."""
     return make_smollm2(models / "smollm2")
@@ -76,7 +70,7 @@ def ending() -> Iterator[ExitStack]:
 def new_daemon(tmp_path_factory: pytest.TempPathFactory, ending: ExitStack) -> Callable[..., Daemon]:
     """Start a daemon; arguments: its settings."""
 
-    def make(settings: Mapping[str, object] | None = None) -> Daemon:
+    def make(settings: Mapping[str, str] | None = None) -> Daemon:
         made = Daemon(tmp_path_factory.mktemp("d"), settings)
         ending.callback(made.close)
         return made.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ def test_an_absent_daemon_costs_nothing_but_the_cache(
     tiny: Path, tmp_path: Path, new_daemon: Callable[..., Daemon], new_engine: NewEngine
 ) -> None:
     daemon = new_daemon()
-    daemon.stop()
+    daemon.end()
     began = time.monotonic()
     engine = new_engine(tiny, daemon.socket)
     prompt = prompt_of(400)
@@ -32,7 +33,7 @@ def test_an_absent_daemon_costs_nothing_but_the_cache(
     assert engine.forget()
     daemon.start()  # later
     scheduler = engine.connector._scheduler
-    eventually(lambda: scheduler._courier.attached, "the scheduler found it")
+    eventually(lambda: scheduler._courier.epoch, "the scheduler found it")
     eventually(lambda: engine.worker_connector._clients[0].attached, "the rank found it")
     engine.generate(prompt, 16)
     engine.drain()
@@ -73,7 +74,7 @@ def test_a_daemon_is_killed_and_restarted_under_load(
         thread.join()
     assert lives >= 5
     # And the store works again. (A daemon ends with the thread that started it.)
-    daemon.stop()
+    daemon.end()
     daemon.start()
     seeds = itertools.count(100)
 
@@ -95,7 +96,7 @@ def test_a_daemon_that_hangs_delays_a_request_by_a_moment(
     cold = engine.generate(prompt, 16)
     engine.drain()
     assert engine.forget()
-    daemon.pause()
+    daemon.stopped()
     try:
         began = time.monotonic()
         answer = engine.generate(prompt, 16)
@@ -105,7 +106,7 @@ def test_a_daemon_that_hangs_delays_a_request_by_a_moment(
         assert answer.params is not None
         assert "too long" in answer.params["kvstore"]["reason"]
     finally:
-        daemon.resume()
+        daemon.send(signal.SIGCONT)
     engine.drain()
 
     def again() -> bool:
@@ -169,7 +170,7 @@ def test_a_running_request_is_saved_to_the_daemon_that_comes_next(
 
     def attached() -> bool:
         engine.step()
-        return courier.attached and rank.attached
+        return bool(courier.epoch) and rank.attached
 
     eventually(attached, "both are back")
     engine.wait([name])

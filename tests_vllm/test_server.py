@@ -10,6 +10,8 @@ import pytest
 from daemon import Daemon, eventually
 from engines import ApiServer
 
+from bench.vllm_two import conversation
+
 NewServer = Callable[..., ApiServer]
 
 
@@ -18,19 +20,6 @@ def counter(page: str, name: str) -> float:
     found = re.findall(rf"^vllm:kvstore_{name}_total{{[^}}]*}} (\S+)$", page, re.MULTILINE)
     assert found, f"no vllm:kvstore_{name}_total"
     return sum(map(float, found))
-
-
-def conversation(turns: int) -> list[dict[str, str]]:
-    """A system prompt of some 40 tokens a line, and a question."""
-    rules = "\n".join(
-        f"Rule {i}: when a customer of branch {i} asks for {i * 7 + 3} items, offer {i % 9} percent off, "
-        f"write it to ledger {i * 13 % 97} and tell the manager of floor {i % 5}."
-        for i in range(turns)
-    )
-    return [
-        {"role": "system", "content": f"You are a careful clerk.\n{rules}"},
-        {"role": "user", "content": "What is the capital of France?"},
-    ]
 
 
 @pytest.mark.smollm2
@@ -42,7 +31,7 @@ def test_a_chat_warmed_on_one_replica_is_answered_by_the_other(
     settings = {"block_tokens": 32, "kv_bytes": 512 << 20, "model_len": 4096}
     servers = [new_server(smollm2, daemon.socket, **settings) for _ in range(2)]
     ann, bob = (server.wait_healthy() for server in servers)
-    messages = conversation(34)
+    messages = conversation()
     cold = ann.chat(messages, 24)
     tokens = cold["usage"]["prompt_tokens"]
     assert 1400 <= tokens <= 1700, tokens

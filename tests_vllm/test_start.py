@@ -55,22 +55,29 @@ def test_the_defaults_are_fine() -> None:
 def test_what_cannot_be_kept_is_said_and_the_engine_serves(
     tiny: Path, daemon: Daemon, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    from kvstore.connectors.vllm import start
-    from kvstore.connectors.vllm.layout import Unsupported
-
-    def refuse(*_: Any) -> Any:
-        raise Unsupported("KV group 0 is a MambaSpec; FullAttentionSpec and SlidingWindowSpec can be kept")
-
-    monkeypatch.setattr(start, "shape_of", refuse)
+    """Weights that come from nowhere have no fingerprint."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.WARNING, "vllm.kvstore"):
-        engine = new_engine(tiny, daemon.socket)
-    assert "runs without the store: KV group 0 is a MambaSpec" in caplog.text
+        engine = new_engine(tiny, daemon.socket, extra={"load_format": "dummy"})
+    assert "this engine runs without the store: load_format='dummy' reads no weights" in caplog.text
+    assert "set kv_connector_extra_config.weights" in caplog.text
     prompt = prompt_of(300)
     tokens = engine.generate(prompt, 8).tokens
     assert engine.generate(prompt, 8).tokens == tokens
     engine.drain()
     assert not daemon.group()["engines"]
+
+
+def test_what_has_no_fingerprint_may_be_named(tiny: Path, daemon: Daemon, new_engine: NewEngine) -> None:
+    """And then it is kept, under that name."""
+    config = connector_config(daemon.socket)
+    config["kv_connector_extra_config"]["weights"] = "dummy, seed 0"
+    engine = new_engine(tiny, connector=config, extra={"load_format": "dummy"})
+    prompt = prompt_of(300)
+    engine.generate(prompt, 8)
+    engine.drain()
+    assert engine.forget()
+    assert engine.generate(prompt, 8).external == 256
 
 
 def test_roles_of_one_direction(tiny: Path, daemon: Daemon, new_engine: NewEngine) -> None:

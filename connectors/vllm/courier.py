@@ -1,7 +1,7 @@
 """The thread that talks to the daemon for the scheduler, so that no step of the engine ever waits for it.
 
-Errands run one after the other, in the order they were given: a report goes before the release of its lease,
-and an observation of the device pool before the lookup that relies on it. A daemon that hangs holds up the
+Errands run one after the other, in the order they were given: a report goes before the release of its lease.
+When none waits the daemon is told what the device pool holds by now. A daemon that hangs holds up the
 errands, never a step: the scheduler asks for an answer and goes on without one.
 
 A request's keys are made here, too, and grow with it: no block is hashed twice.
@@ -57,12 +57,6 @@ class Courier:
 
     # ---- for the scheduler's thread ----------------------------------------------------------------------
 
-    @property
-    def attached(self) -> bool:
-        """Is there a daemon that answers?"""
-        client = self._client
-        return client is not None and client.attached
-
     def serve(self, client: Client) -> None:
         """From now on there is a client; it is closed by `close`."""
         client.on_attach = self._on_attach
@@ -70,7 +64,7 @@ class Courier:
 
     @property
     def epoch(self) -> bytes:
-        """Boot epoch of the daemon, b"" without one."""
+        """Boot epoch of the daemon that answers, b"" without one."""
         client = self._client
         return client.epoch if client is not None else b""
 
@@ -167,13 +161,17 @@ class Courier:
                 return
             try:
                 errand()
+                if self._errands.empty():  # nobody waits for what a look at a large pool takes
+                    self._tick()
             except Exception:  # noqa: BLE001 one request's mistake must not end everybody's cache
                 _log.exception("kvstore: an errand failed")
 
     def _tick(self) -> None:
-        self._with_client(lambda client: client.poll())
-        if self._mirror is not None and self._client is not None:
-            self._mirror.tell(self._client)
+        client = self._client
+        if client is not None:
+            client.poll()
+            if self._mirror is not None:
+                self._mirror.tell(client)
 
     def _on_attach(self) -> None:
         if self._mirror is not None and self._client is not None:
@@ -208,9 +206,8 @@ class Courier:
         client = self._client
         if client is None or not client.attached:
             return Answer(None, reason="no daemon is attached")
-        client.poll()
-        if self._mirror is not None:
-            self._mirror.tell(client, now=afresh)
+        if afresh and self._mirror is not None:
+            self._mirror.tell(client, now=True)
         chain = self._chain(client, tracked, bound, tracked.request.num_tokens // self._block_tokens)
         if chain is None:
             return Answer(None, reason=f"tenant {self._tenant!r} may not share as {tracked.reuse.value!r}")

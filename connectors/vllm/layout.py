@@ -25,7 +25,7 @@ from kvstore.types import BlockLayout, Part
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Bank", "Group", "LayerCells", "Unsupported", "block_layout", "groups_of", "heads_of", "part_of"]
+__all__ = ["Group", "LayerCells", "Unsupported", "block_layout", "groups_of", "heads_of", "part_of"]
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 # By class name: a subclass may lay its cells out in another way.
@@ -182,16 +182,8 @@ def layer_numbers(names: Sequence[str]) -> list[int]:
     return sorted(numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class Bank:
-    """The KV memory of one group in this process."""
-
-    group: Group
-    cells: LayerCells
-
-
 class LayerCells:
-    """`kvstore.client.KVMemory` over the layers of one group.
+    """A bank: `kvstore.client.KVMemory` over the layers of one group in this process.
 
     Args:
         tensors: layer name → view `[kernel blocks, heads, tokens, 2 · head_dim]`.

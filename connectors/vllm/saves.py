@@ -97,7 +97,7 @@ class Saves:
             ids = tuple(one[: stop - start] for one in ids)
             if stop == start:
                 return
-        pinned = [self._pool.blocks[block] for one in ids for block in one.tolist()]
+        pinned = list(map(self._pool.blocks.__getitem__, np.concatenate(ids).tolist()))
         self._pool.touch(pinned)
         self._pins += len(pinned)
         tracked.planned = stop

@@ -113,7 +113,7 @@ class Scheduler:
         """The lookup's answer, if it is there within what this step may still wait."""
         began = time.monotonic()
         if tracked.asked is None:
-            if not self._courier.attached:
+            if not self._courier.epoch:
                 return Answer(None, reason="no daemon is attached")
             tracked.asked = self._courier.look_up(tracked, afresh=tracked.relooks > 0)
             tracked.asked_at = began

@@ -17,7 +17,7 @@ from kvstore.client import Client, Limits, PoolSpec
 from kvstore.types import BlockLayout
 
 from . import identity
-from .layout import Bank, Group, LayerCells, block_layout, groups_of, heads_of, part_of
+from .layout import Group, LayerCells, block_layout, groups_of, heads_of, part_of
 from .options import Options
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def weights_of(vllm_config: Any, options: Options) -> str:
 
 def banks_of(
     vllm_config: Any, kv_cache_config: Any, shape: Shape, tensors: Mapping[str, torch.Tensor]
-) -> tuple[list[Bank], bool]:
+) -> tuple[list[LayerCells], bool]:
     """This rank's KV memory by group, and whether the rank writes.
 
     Raises:
@@ -104,8 +104,7 @@ def banks_of(
     for group in shape.groups:
         names = [n for n in kv_cache_config.kv_cache_groups[group.index].layer_names if n in tensors]
         part = part_of(group, names, stage.rank_in_group, stage.world_size, (first, count))
-        cells = LayerCells({name: tensors[name] for name in names}, shape.layout, part, shape.blocks)
-        banks.append(Bank(group, cells))
+        banks.append(LayerCells({name: tensors[name] for name in names}, shape.layout, part, shape.blocks))
     return banks, writes
 
 
@@ -125,7 +124,9 @@ def scheduler_clients(vllm_config: Any, shape: Shape, fingerprint: str) -> list[
     ]
 
 
-def worker_clients(vllm_config: Any, shape: Shape, fingerprint: str, banks: Sequence[Bank]) -> list[Client]:
+def worker_clients(
+    vllm_config: Any, shape: Shape, fingerprint: str, banks: Sequence[LayerCells]
+) -> list[Client]:
     """A client per bank: each maps the arena and copies its own layers."""
     options = shape.options
     # Banks of a hybrid model share their memory: any block is one group's at a time, but for the null block.
@@ -134,7 +135,7 @@ def worker_clients(vllm_config: Any, shape: Shape, fingerprint: str, banks: Sequ
         Client(
             options.socket,
             identity.namespace(vllm_config, shape.layout, fingerprint),
-            bank.cells,
+            bank,
             tenants=(options.tenant,),
             role="worker",
             engine=identity.engine_id(vllm_config),

@@ -23,7 +23,6 @@ from .layout import Unsupported
 
 __all__ = [
     "adapter_files",
-    "adapter_fingerprint",
     "changed_at",
     "file_clock",
     "fingerprint",
@@ -154,16 +153,6 @@ def fingerprint(files: Sequence[Path]) -> str:
     for file in sorted(files, key=lambda file: file.name):
         state.update(bytes.fromhex(sums[file]))
     return state.hexdigest()
-
-
-def adapter_fingerprint(path: str) -> str | None:
-    """Fingerprint of a LoRA adapter, its configuration included; None = there is none at `path`.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    files = adapter_files(path)
-    return fingerprint(files) if files else None
 
 
 def stamp_of(file: Path) -> str:
