@@ -11,8 +11,8 @@ ratio is the price of the load alone. With 2,000 and 8,000 tokens 80 and 64 lie 
 both compute those, which hides the load and bounds what any cache of blocks can gain.
 
 `overhead_no_reuse_p95` is what the connector costs when nothing is ever reused: CPU seconds of engine and
-daemon over those of the same engine without, while `saved_share` of all full blocks really came to be
-readable.
+daemon over those of the same engine with the connector taken out, while `saved_share` of all full blocks
+really came to be readable (bench/vllm_overhead.py says why it is the same process).
 
 The rivals run the same turns: a file per block (bench/peers/vllm_files.py, in the foreground and on a thread)
 and vLLM's ExampleConnector. Ratios in their rows are to their own engines, not to ours.
@@ -104,7 +104,7 @@ class Bench:
             if "ttft" in parts:
                 self._ttft(computing, settings)
             if "overhead" in parts:
-                self._overhead(stack, daemon, computing, settings)
+                self._overhead(stack, daemon, computing)
 
     def _daemon(self, stack: ExitStack, model: Path, name: str) -> tuple[BenchDaemon, Settings]:
         home = self._folder / name
@@ -131,11 +131,10 @@ class Bench:
                     self.voids.append(done.void)
             self.figures["outputs_identical"] = identical(Turns(computing, loading, 1_000, M246.vocab, 2))
 
-    def _overhead(self, stack: ExitStack, daemon: BenchDaemon, on: EngineProcess, settings: Settings) -> None:
-        off = stack.enter_context(EngineProcess(self._folder, replace(settings, connector=None), "without"))
+    def _overhead(self, stack: ExitStack, daemon: BenchDaemon, engine: EngineProcess) -> None:
         tool = stack.enter_context(Client(daemon.socket, None, role="tool"))
         tool.wait_attached(_CALL_S)
-        found = Overhead(on, off, daemon.pid, tool, M246.vocab).measure(self._plan.pairs)
+        found = Overhead(engine, daemon.pid, tool, M246.vocab).measure(self._plan.pairs)
         self.figures.update(found)
         self._say(json.dumps(found))
 

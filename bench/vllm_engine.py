@@ -12,13 +12,14 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.vllm_family import family, shared_memory
+from bench.vllm_family import family, shared_memory, thread_cpu_seconds
 from bench.vllm_settings import Answer, Settings, environment
 
 __all__ = ["Engine", "main"]
@@ -193,6 +194,22 @@ class Engine:
         """Empty vLLM's own prefix cache, and nothing else. False: blocks are in use, it is as it was."""
         return bool(self.llm.reset_prefix_cache())
 
+    def take_connector_out(self) -> None:
+        """From now on it is the engine that it would be without; only between requests, of one rank.
+
+        vLLM asks two places whether there is a connector, and passes every hook by when there is none.
+        """
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        self._taken_out = (self.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT)
+        self.scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
+
+    def put_connector_back(self) -> None:
+        """Undo `take_connector_out`."""
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        self.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self._taken_out
+
     def close(self) -> None:
         """End it, its workers included. Idempotent."""
         if self.llm is None:
@@ -287,6 +304,17 @@ def _forget(engine: Engine) -> dict[str, Any]:
     return {"forgotten": engine.forget()}
 
 
+def _connector(engine: Engine, present: bool) -> dict[str, Any]:
+    (engine.put_connector_back if present else engine.take_connector_out)()
+    return {}
+
+
+def _connector_cpu(_: Engine) -> dict[str, Any]:
+    """CPU seconds of the Python threads that belong to the connector and its client."""
+    ours = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("kvstore")]
+    return {"seconds": sum(thread_cpu_seconds(os.getpid(), thread) for thread in ours if thread)}
+
+
 def _pool(engine: Engine) -> dict[str, Any]:
     return {"blocks": engine.pool.num_gpu_blocks, "free": engine.free_blocks}
 
@@ -296,6 +324,8 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "drain": _drain,
     "forget": _forget,
     "pool": _pool,
+    "connector": _connector,
+    "connector_cpu": _connector_cpu,
 }
 
 

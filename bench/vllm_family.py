@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = ["await_end", "cpu_seconds", "family", "is_tracker", "shared_memory"]
+__all__ = ["await_end", "cpu_seconds", "family", "is_tracker", "shared_memory", "thread_cpu_seconds"]
 
 _GONE_S = 30.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -38,6 +38,14 @@ def cpu_seconds(pid: int) -> float:
             continue
         ticks += sum(map(int, fields[11:15]))
     return ticks / _TICKS
+
+
+def thread_cpu_seconds(pid: int, thread: int) -> float:
+    """Of one thread, in user and kernel; 0 when it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def is_tracker(pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
 
 # Processors run and capture_logs() works, but nothing is printed between the dots.
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+
+# What a shell runs in the background is deaf to SIGINT, and every daemon of this suite would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Threads and processes that are not ours: who starts them, and why they may stay.
 FOREIGN_THREADS = (
