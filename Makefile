@@ -8,6 +8,8 @@
 #   make explore     new random examples for the model-based tests (minutes)
 #   make protos      generate kvstore/v1 from protos/ again
 #   make soak        a hundred kills of a daemon under load, each followed by a warm restart (minutes)
+#   make kill9       a hundred times kill -9 in the middle of writes to the disk; nothing flushed is lost (minutes)
+#   make bench-nvme  fetches and saves through the daemon beside fio, into bench/results (a quarter of an hour)
 #   make numbers     write README's figures from bench/results again
 #   make format      let ruff format the tree
 #   make bench-vllm  time to first token and overhead with vLLM, into bench/results (half an hour)
@@ -118,6 +120,15 @@ protos: build
 
 soak: build
 	$(BIN)/python tests/e2e/keep_rounds.py --rounds 100
+
+KILLS ?= 100
+.PHONY: kill9 bench-nvme
+kill9: build
+	$(BIN)/python -m bench.kill9 --rounds $(KILLS)
+
+bench-nvme: build
+	@tools/system_packages.sh nvme "$(PYTHON)"
+	$(BIN)/python -m bench.nvme --save
 
 numbers: build
 	$(BIN)/python -m bench.numbers

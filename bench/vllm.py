@@ -14,8 +14,13 @@ both compute those, which hides the load and bounds what any cache of blocks can
 daemon over those of the same engine with the connector taken out, while `saved_share` of all full blocks
 really came to be readable (bench/vllm_overhead.py says why it is the same process).
 
-The rivals run the same turns: a file per block (bench/peers/vllm_files.py, in the foreground and on a thread)
-and vLLM's ExampleConnector. Ratios in their rows are to their own engines, not to ours.
+The rivals run the same turns: a file per block (bench/peers/vllm_files.py, in the foreground and on a
+thread) and vLLM's ExampleConnector. Ratios in their rows are to their own engines, not to ours. The latter
+saves what the first step computes as if it were the whole prompt, so its engines take prompts in one step
+(4,096 tokens); and it looks for one token less than it saved: of 2,049 tokens it finds nothing, of 2,050
+the same 2,048.
+
+--only with --save renews those parts of the kept result and leaves the others; each says when and where.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ import numpy as np
 import structlog
 
 from bench.limits import LibcCopy, huge_memory
-from bench.machine import RESULTS
+from bench.machine import RESULTS, where
 from bench.measure import Measured, finish, parser, working_set_bytes
 from bench.paged import BenchDaemon
 from bench.vllm_arms import Turns, cold_over_host, identical
@@ -49,9 +54,10 @@ from kvstore.client import Client
 
 __all__ = ["main", "picture"]
 
-PARTS = ("ttft", "overhead", "smollm2", "rivals")
-TOKENS = {"2k": 2_049, "8k": 8_193, "2000": 2_000, "8000": 8_000}
+PARTS = ("ttft", "overhead", "smollm2", "files", "example")
+TOKENS = {"2k": 2_049, "8k": 8_193, "2000": 2_000, "8000": 8_000, "2050": 2_050}
 ARENA_BYTES = 4 << 30
+EXAMPLE = "ExampleConnector of vLLM"
 _CALL_S = 60.0
 
 
@@ -154,28 +160,30 @@ class Bench:
 
     # ---- rivals --------------------------------------------------------------------------------------------
 
-    def rivals(self) -> None:
-        """Each with two engines of its own."""
-        model = make_random(self._folder / "m246", M246)
+    def files(self) -> None:
+        """A file per block: two engines of its own."""
         files = {"kv_connector": "FileConnector", "kv_connector_module_path": "bench.peers.vllm_files"}
-        self._rival(model, "file per block", files, {"background": False}, self._plan.rivals)
-        self._rival(model, "file per block, on a thread", files, {"background": True}, self._plan.rivals)
-        # It saves what the first step computes as if it were the whole prompt: no prompt of several steps.
-        short = {name: turns for name, turns in self._plan.rivals.items() if name == "2k"}
-        self._rival(model, "ExampleConnector of vLLM", {"kv_connector": "ExampleConnector"}, {}, short)
+        self._rival("file per block", files, {"background": False}, self._plan.rivals)
+        self._rival("file per block, on a thread", files, {"background": True}, self._plan.rivals)
+
+    def example(self) -> None:
+        """vLLM's own example: two engines, which take a prompt in one step."""
+        lengths = {"2050": self._plan.rivals["2k"]}
+        self._rival(EXAMPLE, {"kv_connector": "ExampleConnector"}, {}, lengths, batched_tokens=4096)
 
     def _rival(
         self,
-        model: Path,
         name: str,
         kind: dict[str, Any],
         options: dict[str, Any],
         lengths: Mapping[str, int],
+        batched_tokens: int = 2048,
     ) -> None:
+        model = make_random(self._folder / "m246", M246)
         with tempfile.TemporaryDirectory(prefix="rival-", dir=self._folder) as place, ExitStack() as stack:
             more = {**options, "folder": place, "shared_storage_path": place}
             connector = {**kind, "kv_role": "kv_both", "kv_connector_extra_config": more}
-            settings = Settings(str(model), connector, kv_bytes=1 << 30)
+            settings = Settings(str(model), connector, kv_bytes=1 << 30, batched_tokens=batched_tokens)
             try:
                 engines = [
                     stack.enter_context(EngineProcess(self._folder, settings, f"rival-{side}"))
@@ -231,29 +239,41 @@ class Bench:
 
 
 def picture(result: dict[str, Any], file: Path) -> None:
-    """Bars: time to first token at both lengths, ours and the rivals'."""
+    """Bars: time to first token over that of vLLM's own hit in the same engines, ours and the rivals'."""
     from matplotlib.figure import Figure
 
-    ours = result["rows"]["kvstore"]
-    figure = Figure(figsize=(8.4, 3.0), layout="constrained")
+    figure = Figure(figsize=(8.4, 2.6), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("2k", "8k"), strict=True):
-        bars = {"computed": ours[name]["seconds"]["cold"]}
+        bars = {}
         for row, cells in result["rows"].items():
-            if name in cells and "SmolLM2" not in row:
-                bars[row] = cells[name]["seconds"]["host"]
-        bars["vLLM's own prefix cache"] = ours[name]["seconds"]["own"]
-        colors = {"computed": "#b0b7c3", "kvstore": "#3aa17e", "vLLM's own prefix cache": "#2f6fde"}
-        drawn = axes.barh(list(bars), list(bars.values()), color=[colors.get(bar, "#d9a441") for bar in bars])
-        texts = [f"{1000 * s:.0f} ms" if s < 1 else f"{s:.1f} s" for s in bars.values()]
-        axes.bar_label(drawn, texts, padding=4, fontsize=8)
-        axes.set_xscale("log")
-        axes.set_xlim(min(bars.values()) / 2, max(bars.values()) * 4)
+            cell = cells.get(name) or (cells.get("2050") if name == "2k" else None)
+            if cell and "SmolLM2" not in row:
+                bars[row] = cell["host_over_own"]["median"]
+        colors = ["#3aa17e" if row == "kvstore" else "#d9a441" for row in bars]
+        drawn = axes.barh(list(bars), list(bars.values()), color=colors)
+        axes.bar_label(drawn, [f"{ratio:.2f} ×" for ratio in bars.values()], padding=4, fontsize=8)
+        axes.axvline(1, color="#2f6fde", linewidth=1)
+        axes.set_xlim(0, max(bars.values()) * 1.2)
         axes.invert_yaxis()
         axes.tick_params(labelsize=8)
         axes.set_title(f"{TOKENS[name]:,} tokens", fontsize=10)
-        axes.set_xlabel("time to first token (s, logarithmic)", fontsize=8)
+        axes.set_xlabel("TTFT, vLLM's own prefix cache = 1", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=150)
+
+
+def _renewed(figures: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    """The kept result with these parts in place of its own; nothing is kept when all are new."""
+    command = " ".join(["python -m bench.vllm", *(word for word in sys.argv[1:] if word != "--json")])
+    origin = {part: {"command": command, "where": where()} for part in parts}
+    kept = RESULTS / "vllm.json"
+    if set(parts) == set(PARTS) or not kept.exists():
+        return {**figures, "parts": origin}
+    before = json.loads(kept.read_text())
+    whole = {"command": before["command"], "where": before["where"]}
+    origins = before.get("parts") or dict.fromkeys(PARTS, whole)
+    rows = {**before["rows"], **figures["rows"]}
+    return {**before, **figures, "rows": rows, "parts": {**origins, **origin}}
 
 
 def _parts(text: str) -> list[str]:
@@ -280,10 +300,15 @@ def main() -> int:
             bench.ours(options.only)
         if "smollm2" in options.only:
             bench.smollm2()
-        if "rivals" in options.only:
-            bench.rivals()
-        bench.memcpy()
+        if "files" in options.only:
+            bench.files()
+        if "example" in options.only:
+            bench.example()
+        if "ttft" in options.only:
+            bench.memcpy()
     figures = {**bench.figures, "rows": bench.rows}
+    if options.save:
+        figures = _renewed(figures, options.only)
     status = finish("vllm", options, figures, bench.voids)
     if options.save and not status:
         picture(figures, RESULTS / "vllm.png")

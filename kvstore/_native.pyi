@@ -7,6 +7,8 @@ A caller's mistake raises ValueError; a broken invariant raises RuntimeError.
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore._native_disk import *  # noqa: F403 one module at run time, two stubs to read
+
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
@@ -258,12 +260,9 @@ class Reserved:
     """(m,) nodes of the first m keys, m <= n."""
     slots: U32
     """(m,) slot to fill, NONE where the block is READY or someone else is filling it."""
-    filled: int
-    """blocks that were READY already"""
-    elsewhere: int
-    """blocks another reservation is filling"""
-    dropped: int
-    """keys beyond m: no room"""
+    filled: int  # blocks that were READY already
+    elsewhere: int  # blocks another reservation is filling
+    dropped: int  # keys beyond m: no room
 
 class HostPool:
     """Slots of one arena and which node's bytes each holds; leaf-first LRU over its size classes.

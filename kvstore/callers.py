@@ -84,10 +84,12 @@ class Counters:
     matches: int = 0
     lookup_blocks: int = 0
     hit_blocks: int = 0
-    hit_blocks_by_tier: dict[str, int] = field(default_factory=lambda: {Tier.GPU: 0, Tier.HOST: 0})
+    hit_blocks_by_tier: dict[str, int] = field(
+        default_factory=lambda: {Tier.GPU: 0, Tier.HOST: 0, Tier.NVME: 0}
+    )
     saved_blocks: int = 0
     saved_bytes: int = 0
-    loaded_bytes: int = 0  # of HOST hits: what engines were told to copy, and did not report as bad
+    loaded_bytes: int = 0  # of HOST and NVME hits: what engines were told to copy, and did not report as bad
     refused_saves: int = 0
     revoked_leases: int = 0
     demoted_blocks: int = 0

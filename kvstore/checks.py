@@ -87,6 +87,8 @@ def _group(group: Group) -> Slices:
     while not checker.step(SLICE):
         yield
     settled = checker.settled
+    yield
+    group.nvme.check()
     for engine in list(group.engines.values()):
         yield
         if isinstance(engine.device, OwnedPool):

@@ -17,11 +17,13 @@ from kvstore import __version__
 from kvstore.checks import Checks
 from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config, Salts
+from kvstore.disks import DiskLoop
 from kvstore.heap import collapse_heap
 from kvstore.housekeeping import Housekeeping
 from kvstore.keep.keeping import Keeping, let_go_of_leftovers
 from kvstore.keep.systemd import notify
 from kvstore.logs import configure_logs
+from kvstore.progress import ShowProgress
 from kvstore.rpc.endpoints import free_endpoints
 from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.server import SessionServer, free_path
@@ -41,21 +43,23 @@ class Daemon:
     Args:
         config: checked configuration.
         clock: for leases and deadlines.
+        disk_faults: for tests: what every disk shall do wrong (native/src/disk_faulty.h).
     """
 
-    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None, disk_faults: str = "") -> None:
         self.config = config
         self.salts = Salts.load(config)
-        self.store = Store(config, self.salts, clock or MonotonicClock())
+        self.store = Store(config, self.salts, clock or MonotonicClock(), disk_faults)
         self.keeping: Keeping | None = None
         self._requests = RequestLog(self.store.clock, every=config.daemon.log_level == "debug")
         self._server: SessionServer | None = None
         self._checks: Checks | None = None
+        self._disks: DiskLoop | None = None
         self.api: GrpcServer | None = None
         """The public API, while it listens."""
 
-    def open(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Make the arenas (slow: every page is touched); `progress(group, bytes ready, bytes in all)`.
+    def open(self, progress: ShowProgress | None = None) -> None:
+        """Make the arenas (slow: every page is touched), read the disks.
 
         Raises:
             ConfigError: another daemon listens on the socket (asked first: two arenas may not fit).
@@ -76,6 +80,7 @@ class Daemon:
         if self.keeping is not None:
             self.keeping.serve(loop)
         checks = self._checks_on(loop)
+        self._disks = DiskLoop(self.store, loop)
         self._server = SessionServer(self.store, loop, self.keeping, on_stop, self._requests, checks)
         self._server.open()
 
@@ -120,6 +125,8 @@ class Daemon:
                 self._server = None
             if self._checks is not None:  # the sessions' door may never have opened
                 self._checks.close()
+            if self._disks is not None:
+                self._disks.close()
         finally:
             self.store.close()
             keeping, self.keeping = self.keeping, None
@@ -129,7 +136,7 @@ class Daemon:
 
 async def serve(
     config: Config,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ShowProgress | None = None,
     ready: Callable[[], None] | None = None,
 ) -> None:
     """Run until SIGTERM or SIGINT.
@@ -179,7 +186,7 @@ async def serve(
             groups=config.groups(),
             capacity_bytes=config.host.capacity_bytes,
         )
-        if not config.daemon.secrets_file and not config.daemon.keep_arena:
+        if not config.salts_kept and not config.daemon.keep_arena:
             fix = "set daemon.secrets_file, or accept that a restarted daemon knows none of its old keys"
             log.warning("no daemon.secrets_file: salts are random and end with this process", fix=fix)
         started = True

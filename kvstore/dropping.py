@@ -33,6 +33,7 @@ class Dropped:
 
     host: int = 0
     device: int = 0
+    nvme: int = 0
 
 
 async def drop_namespace(store: Store, digest: bytes, tenant: str = "") -> Dropped:
@@ -62,7 +63,14 @@ async def drop_namespace(store: Store, digest: bytes, tenant: str = "") -> Dropp
     for group_name, nodes in roots.items():
         await _drop_on_host(store.groups[group_name], nodes, dropped)
         await _drop_on_devices(store.groups[group_name], nodes, dropped)
-    log.info("namespace dropped", namespace=digest.hex(), host=dropped.host, device=dropped.device)
+        await _drop_on_disk(store.groups[group_name], nodes, dropped)
+    log.info(
+        "namespace dropped",
+        namespace=digest.hex(),
+        host=dropped.host,
+        device=dropped.device,
+        nvme=dropped.nvme,
+    )
     return dropped
 
 
@@ -72,6 +80,15 @@ async def _drop_on_host(group: Group, roots: set[int], dropped: Dropped) -> None
         group.record_changes()
 
     await _in_slices(group, roots, group.host.ready_nodes(), group.host.readable, drop)
+
+
+async def _drop_on_disk(group: Group, roots: set[int], dropped: Dropped) -> None:
+    def drop(nodes: NDArray[np.uint32]) -> None:
+        dropped.nvme += group.nvme.drop(nodes, REASON)
+        group.record_changes()
+
+    for nodes in group.nvme.nodes_in_parts():
+        await _in_slices(group, roots, nodes, group.nvme.readable, drop)
 
 
 async def _drop_on_devices(group: Group, roots: set[int], dropped: Dropped) -> None:

@@ -59,13 +59,14 @@ class Snapshot:
     Attributes:
         epoch: 16 bytes of the daemon's boot.
         sequence: the last event that this snapshot includes.
-        host: (n, 32) keys with bytes on HOST.
+        host, nvme: (n, 32) keys with bytes on HOST and on NVME.
         devices: engine id → (n, 32) keys.
     """
 
     epoch: bytes
     sequence: int
     host: NDArray[np.uint8]
+    nvme: NDArray[np.uint8]
     devices: dict[bytes, NDArray[np.uint8]]
 
 

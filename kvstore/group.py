@@ -13,18 +13,22 @@ import structlog
 from numpy.typing import NDArray
 
 from kvstore import _native
-from kvstore._native import NONE
+from kvstore._native import NONE, SlotFormat
 from kvstore.callers import Caller, Checked, Counters, Engine, Root
 from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.errors import BadRequest, LimitExceeded
 from kvstore.events import EventKind, EventLog
+from kvstore.fetching import Fetches
 from kvstore.leases import Lease, Leases, LeaseState
 from kvstore.memory import GroupMemory
 from kvstore.meters import Meters
+from kvstore.policy.admission import Admission
 from kvstore.tenants import Origin
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.tiers.host import HostTier
+from kvstore.tiers.noop import NoDisk
+from kvstore.tiers.nvme import NvmeTier
 from kvstore.transfers import Filling, Fillings, Handed, mark
 from kvstore.types import BlockLayout, Part, Reuse, Tier
 
@@ -40,6 +44,8 @@ ALARM_SAVED_BLOCKS = 1000
 ALARM_LOOKUPS = 100
 # Reserve calls of one engine that wait for their publish; each holds at least one slot.
 FILLINGS_MAX = 4096
+# A stopping daemon waits this long for writes under way: a sealed segment is reopened without a scan.
+DISK_CLOSE_S = 2.0
 # Leases ended in one slice, about 2 µs each.
 LEASES_SLICE = 512
 # Fillings that a process which is gone leaves in one slice, about 15 µs each.
@@ -55,6 +61,8 @@ class Group:
         self.index = memory.index
         self.huge = memory.huge
         self.host = HostTier(memory)
+        self.nvme: NvmeTier | NoDisk = _nvme(memory, self.host, config, clock)
+        self.fetches = Fetches(self.host, self.nvme)
         self.leases = Leases(memory.index, config.daemon.leases_max)
         self.fillings = Fillings()
         self.events = EventLog(epoch, config.events.log_max, clock)
@@ -72,11 +80,15 @@ class Group:
         self.checked: Checked | None = None
         self.later: Callable[[Iterator[None]], None] = finish
         """Takes work that may be done in slices; the daemon spreads them over its event loop."""
+        if isinstance(self.nvme, NvmeTier):
+            self.nvme.on_change = self.record_changes
 
     def reconfigure(self, config: Config) -> None:
         """Limits of a reloaded configuration hold from now on."""
         self.config = config
         self.leases.per_session_max = config.daemon.leases_max
+        if isinstance(self.nvme, NvmeTier):
+            self.nvme.reconfigure(config.nvme)
         self.meters.expect([tenant.name for tenant in config.tenants if tenant.group == self.name])
 
     def add_root(self, key: bytes, tenant: str, reuse: Reuse) -> Root:
@@ -139,6 +151,10 @@ class Group:
     def record_changes(self, engine: Engine | None = None) -> None:
         """Move what the native pools report into the event log."""
         self.events.append(EventKind.REMOVED, Tier.HOST, self.host.take_removed())
+        if self.nvme.configured:
+            self.events.append(EventKind.STORED, Tier.HOST, self.nvme.take_promoted())
+            self.events.append(EventKind.STORED, Tier.NVME, self.nvme.take_stored())
+            self.events.append(EventKind.REMOVED, Tier.NVME, self.nvme.take_removed())
         if engine is not None:
             device = engine.device
             self.events.append(EventKind.STORED, Tier.GPU, device.take_stored(), engine=engine.id)
@@ -179,7 +195,9 @@ class Group:
             parts = {caller.session: caller.part} if caller.copies else {}
         engine.writers |= parts.keys()
         handed = Handed(nodes, slots, _native.slot_generations(self.arena, slots))
-        return self.fillings.begin(engine.id, caller.session, caller.shape, handed, parts)
+        filling = self.fillings.begin(engine.id, caller.session, caller.shape, handed, parts)
+        filling.block_tokens = caller.layout.block_tokens
+        return filling
 
     def end_filling(self, filling: Filling) -> None:
         """A filling was published or aborted: whatever waited for its copy goes on."""
@@ -206,12 +224,20 @@ class Group:
             else:
                 self.events.append(EventKind.STORED, Tier.HOST, keys[self.host.readable(nodes)])
         self.host.abort(filling.nodes[left], filling.slots[left])
+        if ready and (held := self.host.leading(nodes)):
+            self.offer(int(nodes[held - 1]), filling.shape, filling.block_tokens, reused=False)
         if len(filling.drain):
             self.counters.demoted_blocks += ready
         self.counters.saved_blocks += ready
         self.counters.saved_bytes += ready * filling.shape.length
         self.end_filling(filling)
         return ready
+
+    def offer(self, node: int, shape: SlotFormat, block_tokens: int, *, reused: bool) -> None:
+        """The chain that ends in `node` is on HOST: NVME may want it, too."""
+        if self.nvme.configured:
+            speed = self.meters.prefill_tokens_per_s
+            self.nvme.offer(node, shape, block_tokens / speed if speed else None, reused=reused)
 
     def leave_fillings(self, engine: Engine, session: int) -> Iterator[None]:
         """A process writes no more: its part of every filling is given up, FILLINGS_SLICE at a time."""
@@ -226,6 +252,7 @@ class Group:
     def end_lease(self, lease: Lease, state: LeaseState = LeaseState.RELEASED) -> None:
         """Unpin a lease's node and its block table."""
         table, lease.table = lease.table, np.empty(0, np.uint32)
+        self.fetches.end(lease)
         caller = self.callers.get(lease.session)
         if len(table) and caller is not None and isinstance(caller.engine.device, OwnedPool):
             caller.engine.device.unpin(table)
@@ -239,6 +266,7 @@ class Group:
         number = 0
         while (lease := self.leases.newest(caller.session)) is not None:
             table, lease.table = lease.table, np.empty(0, np.uint32)
+            self.fetches.end(lease)
             if len(table) and isinstance(pool, OwnedPool) and caller.engine.device is pool:
                 pool.unpin(table)
             self.leases.end(lease, LeaseState.REVOKED)
@@ -271,13 +299,13 @@ class Group:
             log.warning("no hits at all", group=self.name, alarm=self.alarm)
 
     def _count_hits(self, lease: Lease) -> None:
-        if lease.tenant:
-            device, host, size = lease.device, max(0, lease.host - lease.device), lease.block_tokens
-            self.meters.count_hit(lease.tenant, device * size, host * size)
-        by_tier = self.counters.hit_blocks_by_tier
-        by_tier[Tier.GPU] += lease.device
         loaded = max(0, lease.host - lease.device)
-        by_tier[Tier.HOST] += loaded
+        brought = max(0, min(lease.brought[1], lease.host) - max(lease.brought[0], lease.device))
+        blocks = {Tier.GPU: lease.device, Tier.HOST: loaded - brought, Tier.NVME: brought}
+        if lease.tenant:
+            self.meters.count_hit(lease.tenant, {t: n * lease.block_tokens for t, n in blocks.items()})
+        for tier, count in blocks.items():
+            self.counters.hit_blocks_by_tier[tier] += count
         caller = self.callers.get(lease.session)
         if caller is not None:
             self.counters.loaded_bytes += loaded * caller.shape.length
@@ -305,6 +333,11 @@ class Group:
         self.counters.revoked_leases += revoked
         return revoked
 
+    def close(self) -> None:
+        """End the disk in order, if there is one; drop the arena."""
+        self.nvme.close(DISK_CLOSE_S)
+        self.arena.close()
+
     def check(self) -> None:
         """Every conservation law of the group.
 
@@ -313,6 +346,7 @@ class Group:
         """
         self.index.check()
         self.host.check()
+        self.nvme.check()
         for engine in self.engines.values():
             engine.device.check()
         for session in self.callers:
@@ -329,15 +363,25 @@ class Group:
         Raises:
             RuntimeError: names the first that is broken.
         """
-        if self.index.pins() != self.leases.pins():
-            raise RuntimeError(f"{self.index.pins()} pins in the index, {self.leases.pins()} held by leases")
+        held = self.leases.pins() + self.nvme.pins()
+        if self.index.pins() != held:
+            raise RuntimeError(f"{self.index.pins()} pins in the index, {held} held by leases and by writes")
         filling = self.host.counts()["filling"]
-        if filling != self.fillings.slots():
-            raise RuntimeError(f"{filling} slots are FILLING, {self.fillings.slots()} belong to fillings")
+        owned = self.fillings.slots() + self.nvme.filling_slots()
+        if filling != owned:
+            raise RuntimeError(f"{filling} slots are FILLING, {owned} belong to fillings and promotions")
         counted = self.counters.hit_blocks_by_tier
         if sum(counted.values()) != self.counters.hit_blocks:
             raise RuntimeError(f"{self.counters.hit_blocks} blocks hit are not the sum by tier, {counted}")
         self.meters.check()
+
+
+def _nvme(memory: GroupMemory, host: HostTier, config: Config, clock: Clock) -> NvmeTier | NoDisk:
+    if memory.disk is None:
+        return NoDisk()
+    nvme = config.nvme
+    admission = Admission(nvme.budget_bytes_per_day, clock.now())
+    return NvmeTier(memory, host, nvme, clock, admission, config.daemon.stall_s)
 
 
 def finish(steps: Iterator[None]) -> None:

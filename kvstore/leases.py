@@ -67,6 +67,8 @@ class Lease:
         pinned: node that this lease pins, or NONE.
         table: device blocks of the request, in order (owned pools).
         device, host: leading blocks of the match on the device and on HOST, for accounting at its end.
+        disk: leading blocks that were on HOST or NVME when it was granted.
+        brought: [start, stop) of the match that a fetch brought from NVME; part of `host` since then.
         state: life cycle.
         tenant, block_tokens: whose hit it will be, in tokens.
     """
@@ -80,6 +82,8 @@ class Lease:
     table: NDArray[np.uint32] = field(default_factory=lambda: _NO_TABLE)
     device: int = 0
     host: int = 0
+    disk: int = 0
+    brought: tuple[int, int] = (0, 0)
     state: LeaseState = LeaseState.GRANTED
     tenant: str = ""
     block_tokens: int = 0

@@ -1,26 +1,45 @@
-"""Arenas and pools from configuration: what one trust group owns."""
+"""Arenas, pools and disks from configuration: what one trust group owns."""
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
-from kvstore._native import Adopted, Arena, HostPool, Index, Ledger, Survey
+from kvstore._native import (
+    Adopted,
+    Arena,
+    DiskDirectory,
+    DiskPool,
+    DiskSurvey,
+    HostPool,
+    Index,
+    Ledger,
+    Survey,
+)
 from kvstore.config import Config
 from kvstore.errors import ConfigError, OutOfMemory
 from kvstore.keep.keeping import Keeping, KeptArena
+from kvstore.progress import READING, SEGMENTS, ShowProgress
 
-__all__ = ["ASIDE_ROOT", "GroupMemory", "open_memory"]
+__all__ = ["ASIDE_ROOT", "GroupMemory", "open_disk", "open_memory"]
 
 log = structlog.get_logger()
 
+R = TypeVar("R")
+
 # How often the progress callback runs while memory is made or verified.
 _PROGRESS_S = 0.1
+# Segments that are made before anybody is served: two at most, and no longer than that.
+_FIRST_SEGMENTS, _FIRST_SEGMENTS_S = 2, 10.0
 # Root of what nobody looks up: layout proofs, and stand-ins for slots that processes of an earlier daemon's
 # time may still be writing. No client is ever given it.
 ASIDE_ROOT = b"kvstore: kept aside".ljust(32, b"\0")
@@ -36,6 +55,9 @@ class GroupMemory:
         host: slots of the arena.
         huge: whether the arena got 2 MiB pages throughout.
         adopted: what was taken over from the daemon before, None for a fresh arena.
+        disk: records in segment files, None where no NVME tier is configured.
+        directory: that holds them; held as long as the disk is used.
+        disk_error: errno of the first thing that the disk refused, 0 = nothing so far.
     """
 
     arena: Arena
@@ -43,6 +65,9 @@ class GroupMemory:
     host: HostPool
     huge: bool
     adopted: Adopted | None = None
+    disk: DiskPool | None = None
+    directory: DiskDirectory | None = None
+    disk_error: int = 0
 
 
 def open_memory(
@@ -138,15 +163,111 @@ def _adopt(
     return GroupMemory(arena, index, pool, huge, adopted)
 
 
+def open_disk(
+    config: Config,
+    name: str,
+    memory: GroupMemory,
+    progress: ShowProgress | None = None,
+    faults: str = "",
+) -> None:
+    """Open the NVME directory of one group, if one is configured, and take up what it holds.
+
+    Args:
+        memory: of the group; gets the disk.
+        progress: told of what is read, and of the first segments that are made.
+        faults: for tests: what the disk shall do wrong (native/src/disk_faulty.h).
+
+    Cost: two reads a sealed segment, and every byte of those that a crash left unsealed.
+
+    Raises:
+        ConfigError: the directory cannot be used; the message says why, and what to do.
+    """
+    nvme, began_s = config.nvme, time.monotonic()
+    if not nvme.directory:
+        return
+    path = Path(nvme.directory) / name
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = DiskDirectory.open(
+            str(path),
+            capacity_bytes=nvme.capacity_bytes,
+            segment_bytes=nvme.segment_bytes,
+            direct=nvme.direct,
+        )
+        survey = DiskSurvey(directory)
+        reading = None if progress is None else partial(_show, progress, name, READING)
+        _watched(
+            lambda: survey.read(_threads(config)), lambda: (survey.bytes_read, survey.bytes_in_all), reading
+        )
+        memory.disk = DiskPool(
+            memory.index,
+            memory.arena,
+            directory,
+            io=nvme.io,
+            depth=nvme.depth,
+            threads=nvme.threads,
+            write_bytes_max=nvme.write_queue_bytes,
+            records_max=config.index.nodes_max * 4 // 5,  # the last fifth is for what is only on HOST
+            faults=faults,
+        )
+        found = memory.disk.adopt(survey)
+        memory.disk.put_below(memory.host)
+        making = None if progress is None else partial(_show, progress, name, SEGMENTS)
+        memory.disk_error = _make_first(memory.disk, nvme.segment_bytes, making)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"nvme.directory: {path}: {error}") from error
+    _sync_directory(path.parent)  # or a crash may forget that the group's directory was ever made
+    memory.directory = directory
+    log.info(
+        "disk opened",
+        group=name,
+        path=str(path),
+        io=memory.disk.io,
+        seconds=round(time.monotonic() - began_s, 3),
+        removed_segments=directory.removed,
+        **found,
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _show(progress: ShowProgress, group: str, what: str, done: int, total: int) -> None:
+    progress(group, done, total, what)
+
+
+def _make_first(disk: DiskPool, segment_bytes: int, progress: Callable[[int, int], None] | None) -> int:
+    """Wait until the first segments can be filled, so that the first saves find room; errno if the disk refuses."""
+    poll, deadline_s = select.poll(), time.monotonic() + _FIRST_SEGMENTS_S
+    poll.register(disk.eventfd, select.POLLIN)
+    while time.monotonic() < deadline_s:
+        errors = [event.error for event in disk.pump() if event.error]
+        counts = disk.counts()
+        ready = counts["filling"] + counts["free"] + counts["opening"]
+        if progress is not None:
+            progress(min(ready, _FIRST_SEGMENTS) * segment_bytes, _FIRST_SEGMENTS * segment_bytes)
+        if errors:
+            return errors[0]
+        if ready >= _FIRST_SEGMENTS or not counts["creating"]:
+            return 0
+        poll.poll(_PROGRESS_S * 1000)
+    return 0
+
+
 def _threads(config: Config) -> int:
     return config.host.threads or os.cpu_count() or 1
 
 
 def _watched(
-    work: Callable[[], bool],
+    work: Callable[[], R],
     state: Callable[[], tuple[int, int]],
     progress: Callable[[int, int], None] | None,
-) -> bool:
+) -> R:
     """Run `work`, and report `state` meanwhile."""
     if progress is None:
         return work()

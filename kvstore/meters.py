@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.types import Tier
@@ -84,7 +84,7 @@ class TenantTokens:
     """
 
     lookup: int = 0
-    hit: dict[Tier, int] = field(default_factory=lambda: {Tier.GPU: 0, Tier.HOST: 0})
+    hit: dict[Tier, int] = field(default_factory=lambda: {Tier.GPU: 0, Tier.HOST: 0, Tier.NVME: 0})
     claimed: int = 0
 
     @property
@@ -159,11 +159,11 @@ class Meters:
         """An engine asked about that many tokens."""
         self.of_tenant(tenant).lookup += tokens
 
-    def count_hit(self, tenant: str, device_tokens: int, host_tokens: int) -> None:
+    def count_hit(self, tenant: str, tokens: Mapping[Tier, int]) -> None:
         """A lease ended that had matched so many tokens on each tier."""
         hit = self.of_tenant(tenant).hit
-        hit[Tier.GPU] += device_tokens
-        hit[Tier.HOST] += host_tokens
+        for tier, count in tokens.items():
+            hit[tier] += count
 
     def observe_ttft(self, seconds: float, warm: bool, tenant: str) -> None:
         """A request of a tenant got its first token.

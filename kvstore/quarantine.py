@@ -14,13 +14,17 @@ import numpy as np
 from kvstore import _native
 from kvstore._native import KEYS_MAX, Adopted, SlotFormat
 from kvstore.group import Group
+from kvstore.tiers.promotions import OWNER
 from kvstore.transfers import Handed
 from kvstore.types import Part
 
-__all__ = ["begin", "former_id", "writer_done"]
+__all__ = ["DISK_SETTLES_S", "DISK_WRITER", "begin", "former_id", "writer_done"]
 
 # Nothing of a stand-in is ever published, so its shape is of no meaning.
 _SHAPE = SlotFormat(1, 1, 1)
+# Who may write to slots that a daemon's disk was filling when it was killed: reads that the kernel still has
+# under way end by themselves, within the block layer's timeout (30 s).
+DISK_WRITER, DISK_SETTLES_S = 0, 60.0
 _WHOLE = Part(0, 1, 0, 1)
 
 
@@ -41,7 +45,7 @@ def begin(group: Group, adopted: Adopted, writers: Mapping[bytes, Iterable[int]]
     owners, owner_of = np.unique(adopted.owners, axis=0, return_inverse=True)
     for number, owner in enumerate(owners):
         engine, mine = owner.tobytes(), np.flatnonzero(owner_of.reshape(-1) == number)
-        parts = dict.fromkeys(writers.get(engine, ()), _WHOLE)
+        parts = dict.fromkeys(writers.get(engine, (DISK_WRITER,) if engine == OWNER else ()), _WHOLE)
         for start in range(0, len(mine), KEYS_MAX):
             some = mine[start : start + KEYS_MAX]
             generations = _native.slot_generations(group.arena, slots[some])

@@ -1,7 +1,8 @@
 """Reload on SIGHUP: what may change while engines are attached, and what has to wait for a restart.
 
-    at once            log level, limits and times of [daemon], new tenants of existing groups (and their
-                       salts), tenants that may not attach any more, the reuse that a tenant may ask for
+    at once            log level, limits and times of [daemon], write budget and stall time of [nvme], new
+                       tenants of existing groups (and their salts), tenants that may not attach any more, the
+                       reuse that a tenant may ask for
     after a restart    everything else: sockets, arenas, groups, salts and groups of tenants that exist
 
 Sessions that are attached keep the roots that they were given. A file with a mistake changes nothing.
@@ -9,6 +10,7 @@ Sessions that are attached keep the roots that they were given. A file with a mi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ LIVE_KEYS = frozenset(
         "daemon.sessions_max",
         "daemon.leases_max",
         "daemon.log_level",
+        "nvme.write_budget_bytes_per_day",
+        "nvme.stall_s",
     }
 )
 
@@ -160,19 +164,19 @@ class Reloader:
         return changed, await self._merged_salts(changed)
 
     async def _merged_salts(self, changed: Change) -> Salts:
-        """Salts of those who have some stay; newcomers get theirs from the file."""
+        """Salts of those who have some stay; newcomers get theirs from the file, or minted into it."""
         config, old = changed.config, self._salts
         if config.daemon.secrets_file:
             path = Path(config.daemon.secrets_file)
             found = Salts.load(config, await _text(path, "daemon.secrets_file: "))
-        else:
-            found = Salts.load(config)
+        else:  # in nvme.directory: a thread waits for that disk, not the loop
+            found = await asyncio.to_thread(Salts.load, config)
         for kind, before, after in (
             ("tenants", old.tenants, found.tenants),
             ("groups", old.groups, found.groups),
         ):
             moved = [name for name in after if name in before and before[name] != after[name]]
-            if config.daemon.secrets_file:
+            if config.salts_kept:
                 for name in moved:
                     log.warning(
                         "configuration key not applied", key=f"salt of {kind}.{name}", fix="restart to apply"
@@ -180,9 +184,8 @@ class Reloader:
         salts = Salts({**found.tenants, **old.tenants}, {**found.groups, **old.groups})
         values = [*salts.tenants.values(), *salts.groups.values()]
         if len(set(values)) < len(values):
-            raise ConfigError(
-                "daemon.secrets_file: a new salt equals one that is in use; names need their own"
-            )
+            key = "daemon.secrets_file" if config.daemon.secrets_file else "nvme.directory"
+            raise ConfigError(f"{key}: a new salt equals one that is in use; names need their own")
         return salts
 
 

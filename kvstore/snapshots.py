@@ -32,6 +32,8 @@ def snapshot_parts(group: Group) -> Iterator[SnapshotPart]:
     """
     for keys in group.host.keys_in_parts():
         yield SnapshotPart(Tier.HOST, b"", keys)
+    for keys in group.nvme.keys_in_parts():
+        yield SnapshotPart(Tier.NVME, b"", keys)
     for engine in list(group.engines.values()):
         for keys in engine.device.keys_in_parts():
             yield SnapshotPart(Tier.GPU, engine.id, keys)

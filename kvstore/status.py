@@ -14,6 +14,8 @@ from kvstore import __version__
 from kvstore.callers import Engine
 from kvstore.group import Group
 from kvstore.store import Store
+from kvstore.tiers.noop import NoDisk
+from kvstore.tiers.nvme import NvmeTier
 
 __all__ = ["quarantined", "status"]
 
@@ -43,6 +45,7 @@ def _group(group: Group) -> dict[str, object]:
             "corrupt_blocks": group.host.corrupt_blocks,
             "dropped": dict(group.host.dropped),
         },
+        "nvme": _nvme(group.nvme),
         "index": {"nodes": len(group.index), "nodes_max": group.index.nodes_max},
         "alarm": group.checked.broken if group.checked and group.checked.broken else group.alarm,
         "checked": _checked(group),
@@ -64,6 +67,21 @@ def _group(group: Group) -> dict[str, object]:
         },
         "transfers": {kind: asdict(moved) for kind, moved in group.meters.moved.items()},
         "prefill_tokens_per_s": group.meters.prefill_tokens_per_s,
+    }
+
+
+def _nvme(nvme: NvmeTier | NoDisk) -> dict[str, object] | None:
+    """The disk tier; None where none is configured."""
+    if not isinstance(nvme, NvmeTier):
+        return None
+    return {
+        **nvme.counts(),
+        "io": nvme.io,
+        "trouble": nvme.trouble,
+        "queued_bytes": nvme.queued_bytes,
+        "promotions": nvme.promotions,
+        **nvme.counters.report(),
+        "admission": nvme.admission.report(),
     }
 
 

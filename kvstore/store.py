@@ -19,15 +19,17 @@ from kvstore._native import NONE, PAGE_BYTES, Reserved, Walk
 from kvstore.callers import Caller
 from kvstore.clock import Clock
 from kvstore.config import Config, Salts
-from kvstore.errors import BadRequest, NotFound, Refused
+from kvstore.errors import BadRequest, Refused
 from kvstore.events import Snapshot
+from kvstore.fetching import Fetching
 from kvstore.group import Group
 from kvstore.keep.keeping import Keeping
 from kvstore.keys import KEY_BYTES
-from kvstore.leases import Lease, LeaseState
-from kvstore.memory import open_memory
+from kvstore.leases import Lease
+from kvstore.memory import open_disk, open_memory
 from kvstore.outcomes import Match, Published, Reservation
 from kvstore.policy import reload
+from kvstore.progress import ShowProgress
 from kvstore.tenants import Tenants
 from kvstore.types import FetchPlan, Namespace
 
@@ -40,27 +42,28 @@ REPORT_BYTES_MAX = 32 << 20
 class Store:
     """All trust groups of one daemon."""
 
-    def __init__(self, config: Config, salts: Salts, clock: Clock) -> None:
+    def __init__(self, config: Config, salts: Salts, clock: Clock, disk_faults: str = "") -> None:
         self.config = config
         self.clock = clock
         self.epoch = os.urandom(16)
         self.groups: dict[str, Group] = {}
         self.tenants = Tenants(config, salts)
+        self._disk_faults = disk_faults
 
-    def open(
-        self, progress: Callable[[str, int, int], None] | None = None, keeping: Keeping | None = None
-    ) -> None:
-        """Make every group's arena, or take it over; `progress(group, bytes ready, bytes in all)`.
+    def open(self, progress: ShowProgress | None = None, keeping: Keeping | None = None) -> None:
+        """Make every group's arena, or take it over, and open its disk.
 
         Args:
             keeping: what the daemon before has left, and where this one leaves its own.
 
         Raises:
             OutOfMemory: names the key to lower.
+            ConfigError: an NVME directory cannot be used.
         """
         for name in self.config.groups():
             report = None if progress is None else _named(progress, name)
             memory = open_memory(self.config, name, report, keeping)
+            open_disk(self.config, name, memory, progress, self._disk_faults)
             group = self.groups[name] = Group(name, memory, self.config, self.clock, self.epoch)
             if memory.adopted is not None and keeping is not None:
                 quarantine.begin(group, memory.adopted, keeping.writers())
@@ -70,7 +73,7 @@ class Store:
     def close(self) -> None:
         """Drop the arenas (clients that still map them keep their own view until they unmap)."""
         for group in self.groups.values():
-            group.arena.close()
+            group.close()
         self.groups.clear()
 
     # ---- identity ----------------------------------------------------------------------------------------
@@ -126,11 +129,11 @@ class Store:
 
     def _match(self, caller: Caller, lease: Lease | None, root: bytes, blocks: int, walk: Walk) -> Match:
         group, device = caller.group, caller.engine.device
-        on_device, on_host = device.match(walk), group.host.match(walk)
-        length = max(on_device, on_host)
+        on_device, on_host, on_disk = device.match(walk), group.host.match(walk), group.nvme.match(walk)
+        length = max(on_device, on_host, on_disk)
         if lease is not None and length <= len(lease.nodes):  # the gap knew nothing more
             lease.host = group.host.leading(lease.nodes[: lease.host])  # some may have been dropped since
-            plan = reload.plan(lease.device, lease.host)
+            plan = reload.plan(lease.device, lease.host, lease.disk)
             digest = _native.keys_digest(group.index.keys(lease.nodes))
             return self._found(caller, lease, len(lease.nodes), walk.gap_stop, digest, plan)
         if not length:
@@ -143,45 +146,43 @@ class Store:
         else:
             lease.nodes = nodes
             group.leases.repin(lease, int(nodes[-1]))
-        lease.device, lease.host = on_device, on_host
+        lease.device, lease.host, lease.disk = on_device, on_host, on_disk
         group.counters.matches += 1
-        group.host.touch(int(nodes[-1]))
-        device.touch(int(nodes[-1]))
-        plan = reload.plan(on_device, on_host)
+        _touch(caller, nodes, on_host)
+        plan = reload.plan(on_device, on_host, on_disk)
         if first and walk.gap_stop > walk.depth == length:  # it will extend: only then does it need slots
             return Match(lease, walk.depth, walk.gap_stop, group.index.digest(walk, length), plan, b"")
-        runs = walk.packed(plan.load_start, plan.load_stop, caller.shape.slot_bytes // PAGE_BYTES)
+        # Slots of what is on HOST; the rest of the load range is named by a fetch.
+        stop = max(plan.load_start, min(plan.load_stop, on_host))
+        runs = walk.packed(plan.load_start, stop, caller.shape.slot_bytes // PAGE_BYTES)
         return Match(lease, walk.depth, walk.gap_stop, group.index.digest(walk, length), plan, runs)
 
     def _found(
         self, caller: Caller, lease: Lease, known: int, gap_stop: int, digest: int, plan: FetchPlan
     ) -> Match:
-        nodes = lease.nodes[plan.load_start : plan.load_stop]
+        nodes = lease.nodes[plan.load_start : max(plan.load_start, min(plan.load_stop, lease.host))]
         return Match(lease, known, gap_stop, digest, plan, caller.group.host.runs(nodes, caller.shape))
 
-    def fetch(self, caller: Caller, lease_id: int, start: int, stop: int) -> bytes:
-        """Bring blocks [start, stop) of a lease to the arena; HOST has them there already.
+    def fetch(
+        self,
+        caller: Caller,
+        lease_id: int,
+        start: int,
+        stop: int,
+        on_progress: Callable[[Fetching], None] = lambda _: None,
+    ) -> Fetching:
+        """Bring blocks [start, stop) of a lease to the arena: see kvstore/fetching.py.
 
-        Returns:
-            The slots of all of [start, stop), packed.
+        Args:
+            on_progress: called on the loop whenever more is ready, until the fetch is over; not by this call.
 
         Raises:
             NotFound: no such lease, or a block of the range was dropped since.
-            BadRequest: the range is not inside the match on HOST.
+            BadRequest: the range is not inside the match, or a fetch of this lease is under way.
         """
         group = caller.group
         lease = group.leases.get(caller.session, lease_id)
-        if not 0 <= start <= stop <= lease.host:
-            raise BadRequest(f"fetch: [{start}, {stop}) is not inside the {lease.host} blocks held on HOST")
-        nodes = lease.nodes[start:stop]
-        here = group.host.leading(nodes)
-        if here < len(nodes):
-            raise NotFound(f"fetch: block {start + here} is not on HOST any more; compute from there on")
-        if lease.state in (LeaseState.GRANTED, LeaseState.DONE):
-            lease.move(LeaseState.FETCHING)
-        runs = group.host.runs(nodes, caller.shape)
-        lease.move(LeaseState.DONE)
-        return runs
+        return group.fetches.begin(lease, start, stop, caller.shape, on_progress)
 
     def report(self, caller: Caller, lease_id: int, bad: NDArray[np.uint32]) -> int:
         """Blocks that failed a client's check: verify them here, drop the rotten; how many those were.
@@ -199,6 +200,7 @@ class Store:
             return 0
         # What was not loaded does not count as a hit, whatever the reason.
         lease.host = min(lease.host, int(bad.min()))
+        lease.disk = min(lease.disk, int(bad.min()))
         most = max(1, REPORT_BYTES_MAX // caller.shape.slot_bytes)
         began_s = self.clock.now()
         some = bad[:most]
@@ -321,7 +323,7 @@ class Store:
     def snapshot(self, group: Group) -> Snapshot:
         """Everything readable now, for a new subscriber."""
         devices = {e.id: e.device.keys() for e in group.engines.values()}
-        return Snapshot(self.epoch, group.events.sequence, group.host.keys(), devices)
+        return Snapshot(self.epoch, group.events.sequence, group.host.keys(), group.nvme.keys(), devices)
 
     def check(self) -> None:
         """Every conservation law of every group.
@@ -336,7 +338,16 @@ class Store:
                 raise RuntimeError(f"group {name}: {error}") from error
 
 
-def _named(progress: Callable[[str, int, int], None], name: str) -> Callable[[int, int], None]:
+def _touch(caller: Caller, nodes: NDArray[np.uint32], on_host: int) -> None:
+    """A chain was found: it is among the last to leave any tier, and the disk may want what it refused."""
+    group, deepest = caller.group, int(nodes[-1])
+    group.host.touch(deepest)
+    caller.engine.device.touch(deepest)
+    if group.nvme.touch(nodes) and on_host:
+        group.offer(int(nodes[on_host - 1]), caller.shape, caller.layout.block_tokens, reused=True)
+
+
+def _named(progress: ShowProgress, name: str) -> Callable[[int, int], None]:
     return lambda done, total: progress(name, done, total)
 
 

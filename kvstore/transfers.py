@@ -52,6 +52,7 @@ class Filling:
         checked: every rank summed its cells on a CPU.
         drain: device blocks that become free when this filling ends (a demotion).
         copied: device blocks that stay but are pinned while they are copied (ancestors of a demotion).
+        block_tokens: tokens in a block.
     """
 
     token: int
@@ -68,6 +69,7 @@ class Filling:
     checked: bool = True
     drain: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     copied: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    block_tokens: int = 0
 
     @property
     def over(self) -> bool:

@@ -272,8 +272,9 @@ class FetchPlan:
     """What to reload and what to compute, and why.
 
     Attributes:
-        load_start, load_stop: blocks to load from lower tiers.
-        spans: where each part comes from, GPU hits included.
+        load_start, load_stop: blocks to load from lower tiers. Those on HOST come first and can be copied at
+            once; the others (NVME, …) have to be fetched before (`Hit.ready`).
+        spans: where each part comes from, GPU hits included; ascending, none overlaps another.
         reason: one sentence.
     """
 
@@ -292,7 +293,8 @@ class Hit:
         blocks: length of the match in blocks.
         device: leading blocks of the match that the engine's own pool holds.
         plan: what to load.
-        slots: (load_stop - load_start,) arena slots of the blocks to load.
+        slots: (ready - load_start,) arena slots of the blocks to load that are on HOST. They stay where they
+            are as long as the lease is held.
     """
 
     lease: int
@@ -300,6 +302,11 @@ class Hit:
     device: int
     plan: FetchPlan
     slots: NDArray[np.uint32]
+
+    @property
+    def ready(self) -> int:
+        """Blocks [load_start, ready) can be copied now, [ready, load_stop) have to be fetched first."""
+        return self.plan.load_start + len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,7 +332,8 @@ def test_nothing_runs_at_import() -> None:
 def stub() -> dict[str, set[str] | None]:
     """Public names of the stub; for a class the names of its members, else None."""
     names: dict[str, set[str] | None] = {}
-    for node in tree_of(ROOT / "kvstore/_native.pyi").body:
+    files = [ROOT / "kvstore/_native.pyi", ROOT / "kvstore/_native_disk.pyi"]
+    for node in [node for file in files for node in tree_of(file).body]:
         if isinstance(node, ast.ClassDef):
             members = {m.name for m in node.body if isinstance(m, Function)}
             members |= annotated(node)

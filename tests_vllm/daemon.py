@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from real_daemon import RealDaemon, eventually
@@ -12,10 +12,19 @@ __all__ = ["Daemon", "eventually"]
 
 
 class Daemon(RealDaemon):
-    """`kvstore serve` on a socket in `folder`: an arena of 256 MiB unless `settings` say otherwise."""
+    """`kvstore serve` on a socket in `folder`: an arena of 256 MiB unless `settings` say otherwise.
 
-    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
-        super().__init__(folder, {"host.capacity_bytes": '"256MiB"', **(settings or {})})
+    Args:
+        program: see RealDaemon.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "kvstore"),
+    ) -> None:
+        super().__init__(folder, {"host.capacity_bytes": '"256MiB"', **(settings or {})}, program=program)
 
     def kill(self) -> None:
         """kill -9."""

@@ -32,6 +32,7 @@ def test_the_default_policy_is_refused_with_the_line_to_type(
         ({"copy_threads": "2"}, "kv_connector_extra_config.copy_threads: need int, got '2'"),
         ({"reuse": "all"}, 'kv_connector_extra_config.reuse: need "none", "own", "group", got \'all\''),
         ({"socket": "/" + "x" * 200}, "kv_connector_extra_config.socket: need a path of 1 to 107 bytes"),
+        ({"fetch_s": -1}, "kv_connector_extra_config.fetch_s: need 0.0 to 60.0, got -1.0"),
         ({"patience_s": True}, "kv_connector_extra_config.patience_s: need float, got True"),
     ],
 )

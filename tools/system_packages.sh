@@ -4,6 +4,7 @@
 #   system_packages.sh build PYTHON   Python 3.11-3.13 with venv and headers, a C++20 compiler
 #   system_packages.sh test PYTHON    the same, and the doctest header
 #   system_packages.sh peers PYTHON   the same as build, and redis-server for bench.local --peers
+#   system_packages.sh nvme PYTHON    the same as build, and fio for bench.nvme
 set -euo pipefail
 
 what=$1 python=$2
@@ -24,6 +25,9 @@ if [ "$what" = test ]; then
 fi
 if [ "$what" = peers ]; then
   command -v redis-server >/dev/null || needed+=(redis-server)
+fi
+if [ "$what" = nvme ]; then
+  command -v fio >/dev/null || needed+=(fio)
 fi
 [ ${#needed[@]} -gt 0 ] || exit 0
 

@@ -2,30 +2,30 @@
 
     (a) one question behind a long system prompt: cold, from L2, and from HOST after the engine was restarted
     (b) a chat of five turns, each of which reuses the turns before
+    (c) the question again, from NVME: daemon and engine are new, and HOST has no room for all that was saved
     --golden: a conversation with known lengths, whose reuse is known to the token
 
-Everything runs in processes of its own under one temporary folder, and nothing is left behind.
+Everything runs in processes of its own under temporary folders, and nothing is left behind.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
+from .demo_disk import small_arena_bytes
+from .demo_stage import Options, Stage
+from .demo_stage import stage as open_stage
 from .handbook import CHAT_SYSTEM, CHAT_TURNS, HANDBOOK, QUESTION
-from .processes import DaemonProcess, EngineProcess, ProcessFailed
-from .smollm2 import ModelUnavailable, find_smollm2
+from .processes import EngineProcess, ProcessFailed
+from .smollm2 import ModelUnavailable
 from .spec import UnsupportedModel, read_spec
 from .tokenizer import Tokenizer
 
@@ -33,35 +33,6 @@ __all__ = ["EXPECTED_FAILURES", "Options", "expected_reuse", "run", "run_golden"
 
 EXPECTED_FAILURES = (ModelUnavailable, ProcessFailed, UnsupportedModel, FileNotFoundError)
 """What may go wrong without a bug: no network for the model, no memory for a child, a wrong --model."""
-
-NEW_TOKENS = 64
-GOLDEN_INPUTS = (400, 700, 1000, 1400, 1700)
-GOLDEN_OUTPUTS = (100, 100, 150, 100, 1)
-# SmolLM2-135M in float32: 45 KiB a token, so 512 MiB hold about 11,900 tokens, five times what is needed.
-ARENA = "512MiB"
-DEVICE_TOKENS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Flags of the command.
-
-    Attributes:
-        model: GGUF file or directory; None = SmolLM2-135M-Instruct, downloaded once.
-        block_tokens: tokens per block.
-        cache: False runs everything without reuse.
-        seed: of the random ids of --golden.
-        as_json: only the result goes to stdout, what is shown to people goes to stderr.
-        inputs, outputs: tokens of each turn of --golden.
-    """
-
-    model: Path | None = None
-    block_tokens: int = 16
-    cache: bool = True
-    seed: int = 0
-    as_json: bool = False
-    inputs: Sequence[int] = GOLDEN_INPUTS
-    outputs: Sequence[int] = GOLDEN_OUTPUTS
 
 
 @dataclass(slots=True)
@@ -71,79 +42,6 @@ class _Row:
     name: str
     report: dict[str, Any]
     against: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
-class _Stage:
-    """The running processes."""
-
-    folder: Path
-    model: Path
-    options: Options
-    console: Console
-    daemon: DaemonProcess
-    engines: list[EngineProcess] = field(default_factory=list)
-
-    def start_engine(self) -> EngineProcess:
-        """A fresh engine process, attached to the daemon."""
-        config = {
-            "model": str(self.model),
-            "socket": str(self.daemon.socket),
-            "blocks": DEVICE_TOKENS // self.options.block_tokens,
-            "block_tokens": self.options.block_tokens,
-        }
-        with self.console.status("starting the engine (reads and dequantizes the weights)"):
-            engine = EngineProcess(self.folder, config)
-        self.engines.append(engine)
-        if not engine.ready["ready"]:
-            raise engine.failed("the daemon did not accept the engine")
-        return engine
-
-    def ask(
-        self,
-        engine: EngineProcess,
-        what: str,
-        prompt: Sequence[int],
-        *,
-        reuse: bool = True,
-        new_tokens: int = NEW_TOKENS,
-    ) -> dict[str, Any]:
-        """One request; --no-cache turns reuse off."""
-        kind = "own" if reuse and self.options.cache else "none"
-        request = {"prompt": list(prompt), "reuse": kind, "max_new_tokens": new_tokens}
-        with self.console.status(what):
-            return engine.ask("generate", request)
-
-
-@contextmanager
-def _stage(options: Options, console: Console) -> Iterator[_Stage]:
-    model = options.model or _find_model(console)
-    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as name:
-        folder = Path(name)
-        daemon = DaemonProcess(folder, {"host.capacity_bytes": ARENA})
-        stage = _Stage(folder, model, options, console, daemon)
-        try:
-            with console.status("starting the daemon (prefaults its arena)"):
-                daemon.wait_ready()
-            yield stage
-        finally:
-            for engine in stage.engines:
-                engine.end()
-            daemon.end()
-
-
-def _find_model(console: Console) -> Path:
-    columns = (TextColumn("downloading SmolLM2-135M-Instruct"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = None
-
-        def report(done: int, total: int | None) -> None:
-            nonlocal task
-            if task is None:
-                task = bar.add_task("", total=total)
-            bar.update(task, completed=done, total=total)
-
-        return find_smollm2(progress=report)
 
 
 # ---- kvstore demo ------------------------------------------------------------------------------------------
@@ -156,7 +54,7 @@ def run(options: Options) -> int:
         Exit status: 0 when the answers were identical and the negative control was noticed.
     """
     console = Console(stderr=options.as_json)
-    with _stage(options, console) as stage:
+    with open_stage(options, console) as stage:
         tokenizer = Tokenizer(stage.model)
         system = {"role": "system", "content": HANDBOOK}
         prompt = tokenizer.chat([system, {"role": "user", "content": QUESTION}])
@@ -180,7 +78,8 @@ def run(options: Options) -> int:
         chat, chat_reference = _chat(stage, second, tokenizer)
         with console.status("comparing prefill with HF transformers"):
             speed = second.ask("compare", {"prompt": prompt, "rounds": 3})
-    rows = [_Row("cold", cold), _Row("L2", l2, cold), _Row("HOST", host, cold)]
+        nvme = _from_disk(stage, prompt)
+    rows = [_Row("cold", cold), _Row("L2", l2, cold), _Row("HOST", host, cold), _Row("NVME", nvme, cold)]
     rows += [
         _Row(f"chat {turn + 1}", cached, plain)
         for turn, (cached, plain) in enumerate(zip(chat, chat_reference, strict=True))
@@ -193,14 +92,24 @@ def run(options: Options) -> int:
     )
 
 
-def _warm_up(stage: _Stage, engine: EngineProcess, prompt: Sequence[int]) -> None:
+def _from_disk(stage: Stage, prompt: Sequence[int]) -> dict[str, Any]:
+    """The question once more, when only the disk has it: daemon and engine are new, HOST is too small."""
+    arena_bytes = small_arena_bytes(read_spec(stage.model), len(prompt))
+    stage.restart_daemon(arena_bytes)
+    third = stage.start_engine()
+    _warm_up(stage, third, prompt)
+    what = f"answering from NVME (daemon and engine are new, HOST has {arena_bytes >> 20} MiB)"
+    return stage.ask(third, what, prompt)
+
+
+def _warm_up(stage: Stage, engine: EngineProcess, prompt: Sequence[int]) -> None:
     """A full chunk and a short one, uncached: no measured request pays for a first time."""
     for size in (1024, 12):
         stage.ask(engine, "warming up", prompt[-size:], reuse=False, new_tokens=2)
 
 
 def _more_samples(
-    stage: _Stage,
+    stage: Stage,
     engine: EngineProcess,
     prompt: Sequence[int],
     report: dict[str, Any],
@@ -224,7 +133,7 @@ def _more_samples(
 
 
 def _negative_control(
-    stage: _Stage, engine: EngineProcess, prompt: Sequence[int], good: dict[str, Any]
+    stage: Stage, engine: EngineProcess, prompt: Sequence[int], good: dict[str, Any]
 ) -> dict[str, Any]:
     """One inverted cell of one restored block must change the answer, and its repair must bring it back."""
     engine.ask("flip")
@@ -238,7 +147,7 @@ def _negative_control(
 
 
 def _chat(
-    stage: _Stage, engine: EngineProcess, tokenizer: Tokenizer
+    stage: Stage, engine: EngineProcess, tokenizer: Tokenizer
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Five turns with reuse, and the same prompts without."""
     stage.console.print("[bold]A chat of five turns[/bold]")
@@ -270,10 +179,11 @@ def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 def _table(rows: Sequence[_Row]) -> Table:
     title = (
-        "prompt tokens by where their KV came from, and time to first token (HOST: the engine process is new)"
+        "prompt tokens by where their KV came from, and time to first token "
+        "(HOST: the engine is new; NVME: the daemon too)"
     )
     table = Table(title=title, title_justify="left")
-    for column in ("", "prompt", "L2", "HOST", "fresh", "TTFT ms", "uncached", "speed-up", "same"):
+    for column in ("", "prompt", "L2", "HOST", "NVME", "fresh", "TTFT ms", "speed-up", "same"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for row in rows:
         report, against = row.report, row.against
@@ -283,9 +193,9 @@ def _table(rows: Sequence[_Row]) -> Table:
             str(report["prompt_tokens"]),
             str(reused.get("GPU", 0)),
             str(reused.get("HOST", 0)),
+            str(reused.get("NVME", 0)),
             str(report["fresh"]),
             f"{1000 * report['ttft_s']:.0f}",
-            f"{1000 * against['ttft_s']:.0f}" if against else "",
             f"{against['ttft_s'] / report['ttft_s']:.1f} ×" if against else "",
             ("yes" if report["tokens"] == against["tokens"] else "NO") if against else "",
         )
@@ -295,7 +205,7 @@ def _table(rows: Sequence[_Row]) -> Table:
 def _verdict(
     rows: Sequence[_Row], speed: dict[str, Any], control: dict[str, Any], settled: dict[str, Any]
 ) -> dict[str, Any]:
-    cold, l2, host = (row.report for row in rows[:3])
+    cold, l2, host, nvme = (row.report for row in rows[:4])
     compared = [row for row in rows if row.against is not None]
     return {
         "answers_identical": all(
@@ -304,6 +214,7 @@ def _verdict(
         "negative_control_detected": bool(control.get("detected")),
         "ttft_cold_over_host": round(cold["ttft_s"] / host["ttft_s"], 2),
         "ttft_cold_over_l2": round(cold["ttft_s"] / l2["ttft_s"], 2),
+        "ttft_cold_over_nvme": round(cold["ttft_s"] / nvme["ttft_s"], 2),
         "prefill_over_transformers": round(statistics.median(speed["ratios"]), 3),
         "prompt_tokens": cold["prompt_tokens"],
         "new_tokens": min(len(row.report["tokens"]) for row in rows),
@@ -326,7 +237,7 @@ def run_golden(options: Options) -> int:
         Exit status: 0 when every turn reused exactly what `expected_reuse` says.
     """
     console = Console(stderr=options.as_json)
-    with _stage(options, console) as stage:
+    with open_stage(options, console) as stage:
         engine = stage.start_engine()
         reports = _converse(stage, engine)
     expected = expected_reuse(options.inputs, options.outputs, options.block_tokens, cache=options.cache)
@@ -357,7 +268,7 @@ def run_golden(options: Options) -> int:
     return 0 if result["as_expected"] else 1
 
 
-def _converse(stage: _Stage, engine: EngineProcess) -> list[dict[str, Any]]:
+def _converse(stage: Stage, engine: EngineProcess) -> list[dict[str, Any]]:
     options = stage.options
     vocab = read_spec(stage.model).vocab
     random = np.random.default_rng(options.seed)

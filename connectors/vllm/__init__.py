@@ -7,7 +7,7 @@
 connector    the class that vLLM makes: hands every hook to one of the two sides
 scheduler    decides: lookups, leases, which blocks to load and save (tracked: what it knows of a request)
 saves        pins blocks until they are copied            courier    speaks to the daemon for the scheduler
-mirror       vLLM's block pool as the daemon sees it
+mirror       vLLM's block pool as the daemon sees it       fetches   brings for it what is on the disk
 worker       moves bytes between vLLM's KV memory and the arena
 layout       where the cells of a block lie in that memory      identity   whose blocks these are
 binding      what a block depends on beside its tokens          weights    fingerprints of model and adapters

@@ -4,7 +4,8 @@ Errands run one after the other, in the order they were given: a report goes bef
 When none waits the daemon is told what the device pool holds by now. A daemon that hangs holds up the
 errands, never a step: the scheduler asks for an answer and goes on without one.
 
-A request's keys are made here, too, and grow with it: no block is hashed twice.
+A request's keys are made here, too, and grow with it: no block is hashed twice. What a lookup finds below
+HOST is brought there before its answer is given, in other threads (fetches).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from kvstore.keys import KeyChain, as_tokens
 from kvstore.types import Hit, Miss
 
 from .binding import Binder, Bound
+from .fetches import Fetches
 from .mirror import Mirror
-from .tracked import Answer, Keys, Tracked
+from .tracked import Answer, Asked, Keys, Tracked
 
 __all__ = ["Courier", "is_plain"]
 
@@ -41,15 +43,17 @@ class Courier:
     Args:
         block_tokens: tokens in a block.
         tenant: whose roots to use.
+        fetch_s: how long a request waits for blocks from the disk.
     """
 
-    def __init__(self, block_tokens: int, tenant: str) -> None:
+    def __init__(self, block_tokens: int, tenant: str, fetch_s: float) -> None:
         self._block_tokens = block_tokens
         self._tenant = tenant
         self._client: Client | None = None
         self._mirror: Mirror | None = None
         self._since_reset = b""
         self._binder = Binder()
+        self._fetches = Fetches(fetch_s)
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._digests = ThreadPoolExecutor(1, thread_name_prefix="kvstore-digests")
         self._thread = threading.Thread(target=self._run, name="kvstore-courier", daemon=True)
@@ -83,19 +87,21 @@ class Courier:
         if not is_plain(tracked.request):
             tracked.binding = self._digests.submit(self._bind, tracked.request, self._since_reset)
 
-    def look_up(self, tracked: Tracked, *, afresh: bool = False) -> Future[Answer]:
-        """Ask how much of a request's tokens can be loaded. The future may be cancelled.
+    def look_up(self, tracked: Tracked, until: float, *, afresh: bool = False) -> Asked:
+        """Ask how much of a request's tokens can be loaded. The answer may be dropped.
 
         Args:
+            until: on the monotonic clock: after it nobody waits for the daemon's answer; put off while blocks
+                are brought from the disk.
             afresh: tell the daemon first what the device pool holds by now.
         """
-        answer: Future[Answer] = Future()
+        asked = Asked(until)
 
         def ask(bound: Bound) -> None:
-            self._errands.put(lambda: _settle(answer, lambda: self._look_up(tracked, bound, afresh)))
+            self._errands.put(lambda: self._answer(asked, tracked, bound, afresh))
 
         self._once_bound(tracked, ask)
-        return answer
+        return asked
 
     def reserve(self, tracked: Tracked, start: int, stop: int) -> Future[Reservation]:
         """Slots for blocks [start, stop) of a request."""
@@ -146,6 +152,7 @@ class Courier:
         self._digests.shutdown(wait=True)
         self._errands.put(None)
         self._thread.join()
+        self._fetches.close()
         if self._client is not None:
             self._client.close()
 
@@ -199,6 +206,20 @@ class Courier:
             _log.exception("kvstore: a binding failed")
             return Bound({}, f"its digest failed: {error!r}")
         return Bound({}, "an image or adapter of this name has other content by now")
+
+    def _answer(self, asked: Asked, tracked: Tracked, bound: Bound, afresh: bool) -> None:
+        """Look up, and answer now or when what was found is on HOST."""
+        if not asked.set_running_or_notify_cancel():
+            return
+        try:
+            found, client = self._look_up(tracked, bound, afresh), self._client
+            if client is None or found.hit is None or found.hit.ready == found.hit.plan.load_stop:
+                asked.set_result(found)
+            else:
+                self._fetches.begin(client, found, asked)
+        except Exception as error:  # noqa: BLE001 whoever asked decides what to do without an answer
+            _log.exception("kvstore: a lookup failed")
+            asked.set_exception(error)
 
     def _look_up(self, tracked: Tracked, bound: Bound, afresh: bool) -> Answer:
         if bound.reason:

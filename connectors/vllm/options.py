@@ -31,6 +31,8 @@ class Options:
         patience_s: how long a scheduler step waits for the answer to a lookup before it goes on without:
             when a request is new, and in every step that would compute nothing otherwise.
         lookup_s: after this long a request is computed, whatever the daemon may still answer.
+        fetch_s: how long a request waits for blocks that are read from the disk: then what has come is loaded
+            and the rest computed. Other requests go on meanwhile.
         attach_s: how long the engine's start waits for a daemon that listens.
         pins_share: part of the device blocks that may be held for their copy, whatever their request does.
     """
@@ -42,6 +44,7 @@ class Options:
     copy_threads: int = 2
     patience_s: float = 0.002
     lookup_s: float = 0.5
+    fetch_s: float = 2.0
     attach_s: float = 10.0
     pins_share: float = 0.1
 
@@ -73,6 +76,7 @@ class Options:
             ("copy_threads", 1, 64),
             ("patience_s", 0.0, 1.0),
             ("lookup_s", 0.001, 60.0),
+            ("fetch_s", 0.0, 60.0),
             ("attach_s", 0.0, 600.0),
             ("pins_share", 0.0, 0.5),
         ):

@@ -2,7 +2,7 @@
 
 A request's way through it:
 
-    asked ─(courier)─▶ answered ─▶ offered ─▶ loading ─every rank done─▶ (reported) ─▶ lease ended
+    asked ─(courier, fetch)─▶ answered ─▶ offered ─▶ loading ─every rank done─▶ (reported) ─▶ lease ended
        └─ too late, or nothing beyond what the engine holds ─▶ computed
 
 and after each step its new full blocks go to `saves`.
@@ -55,7 +55,7 @@ class Scheduler:
         self._tally = tally
         self._loads = loads
         self._may_save = saves
-        self._courier = Courier(block_tokens, options.tenant)
+        self._courier = Courier(block_tokens, options.tenant, options.fetch_s)
         self._saves = Saves(self._courier, options.pins_share, banks, tally)
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[LoadOrder] = []
@@ -88,8 +88,7 @@ class Scheduler:
         if tracked.answer is None:
             answer = self._answer(tracked)
             if answer is None:
-                late = time.monotonic() - tracked.asked_at > self._options.lookup_s
-                if not late:
+                if tracked.asked is not None and time.monotonic() <= tracked.asked.until:
                     return None, False
                 self._tally.add("late_lookups")
                 self._abandon(tracked)
@@ -112,14 +111,17 @@ class Scheduler:
     def _answer(self, tracked: Tracked) -> Answer | None:
         """The lookup's answer, if it is there within what this step may still wait."""
         began = time.monotonic()
-        if tracked.asked is None:
+        asked = tracked.asked
+        if asked is None:
             if not self._courier.epoch:
                 return Answer(None, reason="no daemon is attached")
-            tracked.asked = self._courier.look_up(tracked, afresh=tracked.relooks > 0)
-            tracked.asked_at = began
+            until = began + self._options.lookup_s
+            asked = tracked.asked = self._courier.look_up(tracked, until, afresh=tracked.relooks > 0)
             self._tally.add("lookups")
+        # What is being read from a disk, or hashed, is not about to come: no step that computes waits for it.
+        soon = is_plain(tracked.request) and (self._idle or not asked.fetching)
         try:
-            answer = tracked.asked.result(self._patience_s if is_plain(tracked.request) else 0.0)
+            answer = asked.result(self._patience_s if soon else 0.0)
         except NotYet:
             return None
         except Exception as error:  # noqa: BLE001 the courier has logged it
@@ -134,11 +136,17 @@ class Scheduler:
         if not answer.bindable:
             tracked.closed = True
             self._tally.add("unbindable")
-        if answer.hit is None:
-            tracked.reason = answer.reason
-        else:
-            tracked.reason = answer.hit.plan.reason
+        tracked.reason = answer.reason
+        if answer.hit is not None:
+            tracked.reason = answer.reason or answer.hit.plan.reason
             tracked.known_to(answer.epoch, answer.hit.blocks)
+        if answer.fetched or answer.missed:
+            self._tally.add("fetches")
+            self._tally.add("fetched_tokens", answer.fetched * self._block_tokens)
+            self._tally.add("fetch_seconds", answer.fetch_s)
+        if answer.missed:
+            self._tally.add("short_fetches")
+            _log.warning("kvstore: request %s: %s", tracked.request.request_id, answer.reason)
 
     def _offer(self, tracked: Tracked, computed: int) -> tuple[int | None, bool]:
         answer = tracked.answer
@@ -157,7 +165,7 @@ class Scheduler:
         if stale or not start <= own < stop:
             self._drop_answer(tracked)
             tracked.answer = Answer(None)  # and not asked again
-            tracked.reason = "nothing is known beyond what the engine holds itself"
+            tracked.reason = answer.reason or "nothing is known beyond what the engine holds itself"
             return 0, False
         tracked.offer = (own, stop)
         return stop * self._block_tokens - computed, True
@@ -216,9 +224,11 @@ class Scheduler:
         good = tracked.good
         self._courier.finish_load(tracked.answer.hit.lease, tracked.bad)
         tracked.loading, tracked.answer = False, None
+        loaded = _first(tracked.loads, good * self._block_tokens)
         self._tally.add("loaded_tokens", good * self._block_tokens)
+        self._tally.add("loaded_nvme_tokens", loaded.get(Tier.NVME, 0))
         if tracked.first_admission:
-            tracked.hits = _first(tracked.loads, good * self._block_tokens)
+            tracked.hits = loaded
         if good < stop - start:
             # Its saves end here: what it computes from now on rests on a load that was cut short (LAWS A4).
             tracked.may_offer, tracked.closed = False, True
@@ -316,7 +326,7 @@ class Scheduler:
     def _abandon(self, tracked: Tracked) -> None:
         """Nobody waits for the lookup any more; a lease that it still brings goes back."""
         asked, tracked.asked = tracked.asked, None
-        if asked is not None and not asked.cancel():
+        if asked is not None and not asked.drop():
             asked.add_done_callback(self._give_back)
 
     def _give_back(self, asked: Future[Answer]) -> None:

@@ -120,6 +120,7 @@ def scheduler_clients(vllm_config: Any, shape: Shape, fingerprint: str) -> list[
             role="scheduler",
             pool=PoolSpec("borrowed", shape.blocks),
             engine=identity.engine_id(vllm_config),
+            limits=Limits(fetch_s=options.fetch_s + 1.0),  # the courier ends a fetch in its own time
         )
     ]
 

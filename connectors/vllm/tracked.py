@@ -7,12 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore.client import Fetch
 from kvstore.keys import KeyChain
 from kvstore.types import Hit, Reuse, Tier
 
 from .binding import Bound
 
-__all__ = ["Answer", "Keys", "Tracked"]
+__all__ = ["Answer", "Asked", "Keys", "Tracked"]
 
 _TRIES_MAX = 4
 _PAUSE_S = 0.05  # after the first save that was dropped; doubled each time
@@ -23,11 +24,13 @@ class Answer:
     """What became of a lookup.
 
     Attributes:
-        hit: a lease that its asker has to give back, or None.
+        hit: a lease that its asker has to give back, or None. Every block of its load range has a slot.
         chain: the request's keys; only with a hit.
         epoch: of the daemon that granted it.
-        reason: why there is none.
+        reason: why there is none, or why it is shorter than what the daemon knows.
         bindable: False: this request must not be saved either.
+        fetched, missed: blocks that had to be brought from below HOST: those that came, and the others.
+        fetch_s: how long that took.
     """
 
     hit: Hit | None
@@ -35,6 +38,40 @@ class Answer:
     epoch: bytes = b""
     reason: str = ""
     bindable: bool = True
+    fetched: int = 0
+    missed: int = 0
+    fetch_s: float = 0.0
+
+
+class Asked(Future[Answer]):
+    """A lookup under way, which may go on to fetch what it found.
+
+    Attributes:
+        until: on the monotonic clock: after it the request is computed without an answer.
+        fetching: blocks are being brought, so the answer is not about to come.
+        dropped: nobody waits for it any more.
+    """
+
+    def __init__(self, until: float) -> None:
+        super().__init__()
+        self.until = until
+        self.fetching = False
+        self.dropped = False
+        self._fetch: Fetch | None = None
+
+    def begin(self, fetch: Fetch) -> None:
+        """The courier's side: this fetch ends when nobody wants the answer any more."""
+        self._fetch = fetch
+        if self.dropped:
+            fetch.cancel()
+
+    def drop(self) -> bool:
+        """Nobody waits for it any more; False if it will be answered all the same."""
+        self.dropped = True
+        fetch = self._fetch
+        if fetch is not None:
+            fetch.cancel()
+        return self.cancel()
 
 
 @dataclass(slots=True)
@@ -55,7 +92,6 @@ class Tracked:
         binding: what it carries beside tokens; None where that is nothing.
         keys: of its full blocks.
         asked: a lookup under way, or its answer while it has not been used.
-        asked_at: when, on the monotonic clock.
         answer: the lookup that the current offer, or load, relies on.
         offer: blocks [start, stop) that were offered to the engine.
         loading: they are being loaded.
@@ -78,8 +114,7 @@ class Tracked:
     reuse: Reuse
     binding: Future[Bound] | None = None
     keys: Keys | None = None
-    asked: Future[Answer] | None = None
-    asked_at: float = 0.0
+    asked: Asked | None = None
     answer: Answer | None = None
     offer: tuple[int, int] = (0, 0)
     loading: bool = False

@@ -32,6 +32,7 @@ COMMANDS = (
     "status",
     "top",
     "check",
+    "flush",
     "demo",
     "config",
     "version",

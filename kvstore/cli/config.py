@@ -87,7 +87,7 @@ def _toml(key: str, value: Any) -> str:
     """A value as it would be written in the file."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{name} = {_toml(name, inner)}" for name, inner in value.items()) + " }"
-    if key.endswith("_bytes") and isinstance(value, int):
+    if key.endswith(("_bytes", "_bytes_per_day")) and isinstance(value, int):
         for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
             if value and value % size == 0:
                 return f'"{value // size}{unit}"'

@@ -11,9 +11,9 @@ from cyclopts import Parameter
 from kvstore.config import Config
 from kvstore.errors import BadRequest
 
-__all__ = ["AsJson", "ConfigFile", "Interval", "SetFlags", "check_interval", "load", "wants_json"]
+__all__ = ["AsJson", "ConfigFile", "Interval", "SetFlags", "check_seconds", "load", "wants_json"]
 
-INTERVAL_S_MAX = 3600.0
+SECONDS_MAX = 3600.0
 
 SetFlags = Annotated[
     list[str] | None, Parameter(name="--set", negative=(), help="table.key=value, over environment and file")
@@ -40,7 +40,7 @@ def wants_json(words: Sequence[str]) -> bool:
     return "--json" in words
 
 
-def check_interval(interval_s: float, least_s: float) -> None:
-    """Raises BadRequest for an interval that is no interval."""
-    if not least_s <= interval_s <= INTERVAL_S_MAX:
-        raise BadRequest(f"--interval: need {least_s:g} to {INTERVAL_S_MAX:g} seconds, got {interval_s:g}")
+def check_seconds(option: str, seconds: float, least_s: float) -> None:
+    """Raises BadRequest, which names the option, for what is no such time."""
+    if not least_s <= seconds <= SECONDS_MAX:
+        raise BadRequest(f"{option}: need {least_s:g} to {SECONDS_MAX:g} seconds, got {seconds:g}")

@@ -29,6 +29,8 @@ ENGINES_SHOWN_MAX = 16
 # Labels of a device block; what else a pool counts are events.
 _DEVICE_STATES = ("free", "mapped", "idle", "draining")
 
+_SEGMENT_STATES = ("creating", "free", "opening", "filling", "sealing", "sealed", "evacuating", "broken")
+
 Report = Mapping[str, Any]
 
 
@@ -48,7 +50,9 @@ def pane(report: Report, place: str) -> RenderableType:
     )
     for name, group in report["groups"].items():
         parts += [Text(""), Text(f"trust group {name}", style="bold")]
-        parts += [_tiers(group), _engines(group), _holders(group), _rates(group)]
+        parts += [_tiers(group), _engines(group), _holders(group)]
+        parts += [_disk(group["nvme"])] if group.get("nvme") else []
+        parts.append(_rates(group))
     return Group(*parts)
 
 
@@ -74,6 +78,11 @@ def _tiers(group: Report) -> RenderableType:
         size_text(host["used_bytes"]),
         size_text(host["capacity_bytes"]),
     )
+    nvme = group.get("nvme")  # an older daemon has none
+    if nvme is not None:
+        share = nvme["live_bytes"] / nvme["capacity_bytes"]
+        live, capacity = size_text(nvme["live_bytes"]), size_text(nvme["capacity_bytes"])
+        table.add_row("NVME", _bar(share), percent_text(share), live, capacity)
     mapped = sum(facts["device"]["mapped"] for facts in group["engines"].values())
     idle = sum(facts["device"]["idle"] for facts in group["engines"].values())
     total = sum(facts["device"][state] for facts in group["engines"].values() for state in _DEVICE_STATES)
@@ -126,6 +135,25 @@ def _holders(group: Report) -> RenderableType:
         f"{count_text(host['ready'])} blocks on HOST, {free} · {nodes} · {huge}\n"
         f"dropped: {' · '.join(lost)}"
     )
+
+
+def _disk(nvme: Report) -> RenderableType:
+    """What the disk holds, what is on its way, what it lost or was not given."""
+    states = [f"{state} {count_text(nvme[state])}" for state in _SEGMENT_STATES if nvme[state]]
+    lost = [f"corrupt {count_text(nvme['corrupt'])}"]
+    lost += [f"{what.replace('_', ' ')} {count_text(nvme[what])}" for what in ("write_failed", "read_failed")]
+    lost += [
+        f"{reason} {count_text(nvme['dropped'].get(reason, 0))}" for reason in ("evicted", "over_budget")
+    ]
+    refused = nvme["admission"]["refused"]
+    text = (
+        f"{count_text(nvme['records'])} blocks on NVME ({nvme['io']}), "
+        f"{size_text(nvme['queued_bytes'])} to write, "
+        f"{count_text(nvme['promotions'])} fetches\nsegments: {' · '.join(states) or 'none'}\n"
+        f"NVME lost: {' · '.join(lost)} · not written: "
+        + " · ".join(f"{reason} {count_text(count)}" for reason, count in refused.items())
+    )
+    return Text(f"NVME rests: {nvme['trouble']}\n{text}" if nvme["trouble"] else text)
 
 
 def _rates(group: Report) -> RenderableType:

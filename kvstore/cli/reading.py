@@ -95,6 +95,11 @@ def _of_group(group: Report) -> list[str]:
         )
     if group["alarm"]:
         found.append(group["alarm"])
+    nvme = group.get("nvme") or {}
+    if nvme.get("trouble"):
+        found.append(f"the disk refuses ({nvme['trouble']}): make room on it, or look at the kernel's log")
+    if nvme.get("corrupt"):
+        found.append(f"rotten blocks on the disk: {count_text(nvme['corrupt'])}; they were computed again")
     if group["quarantined"]:
         found.append(
             f"slots quarantined: {count_text(group['quarantined'])}; their engine hung up and its process "

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from kvstore.cli.options import AsJson, ConfigFile, SetFlags, load
+
+if TYPE_CHECKING:
+    from kvstore.progress import ShowProgress
 
 __all__ = ["serve_command"]
 
@@ -47,8 +49,8 @@ def serve_command(
         runner.run(serve(settings, progress=progress))
 
 
-def _arena_bar() -> AbstractContextManager[Callable[[str, int, int], None] | None]:
-    """A progress bar on a terminal, nothing in a log file."""
+def _arena_bar() -> AbstractContextManager[ShowProgress | None]:
+    """Progress bars on a terminal, nothing in a log file."""
     if not sys.stderr.isatty():
         return nullcontext()
     from kvstore.cli.arena_bar import ArenaBar

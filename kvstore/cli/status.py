@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from kvstore.cli.answers import say, say_json
-from kvstore.cli.options import AsJson, ConfigFile, Interval, SetFlags, check_interval, load
+from kvstore.cli.options import AsJson, ConfigFile, Interval, SetFlags, check_seconds, load
 from kvstore.cli.reading import with_rates
 from kvstore.cli.tool import Tool
 
@@ -34,7 +34,7 @@ def status_command(
     """
     from kvstore.cli.panes import pane
 
-    check_interval(interval_s, least_s=0.0)
+    check_seconds("--interval", interval_s, least_s=0.0)
     path = Path(load(config, overrides).daemon.socket)
     with Tool(path) as tool:
         before, after = None, tool.ask("status")

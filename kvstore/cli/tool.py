@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvstore.errors import Unavailable, from_status
+from kvstore.errors import DeadlineExceeded, Unavailable, from_status
 from kvstore.processes import peer_ids, peer_pidfd
 from kvstore.rpc import messages as m
 
@@ -47,7 +47,7 @@ class NoAnswer(Unavailable):
 
 
 class Tool:
-    """One connection with the role "tool": it may ask for status, checks and the daemon's end.
+    """One connection with the role "tool": it may ask for status, checks, a flush and the daemon's end.
 
     Args:
         path: the daemon's socket.
@@ -100,6 +100,25 @@ class Tool:
             raise NoAnswer(self._path, "version", why, _OTHER_INSTALLATION)
         return report
 
+    def flush(self, timeout_s: float) -> m.Flushed:
+        """Ask the daemon to bring what its disks have accepted to the medium, and wait for that.
+
+        Raises:
+            DeadlineExceeded: it takes longer; it goes on all the same.
+        """
+        try:
+            reply = self._round_trip(m.Flush(), timeout_s)
+        except NoAnswer as silence:
+            if silence.cause != "hung":
+                raise
+            raise DeadlineExceeded(
+                f"not everything is on the disks after {timeout_s:g} s, and the daemon goes on; ask again, "
+                "or wait longer (--timeout)"
+            ) from None
+        if not isinstance(reply, m.Flushed):
+            raise self._refused(reply)
+        return reply
+
     def stop(self, keep: bool) -> None:
         """Ask the daemon to end; `keep`: and to leave its arenas to the next one.
 
@@ -120,16 +139,17 @@ class Tool:
 
     # ---- one request, one reply --------------------------------------------------------------------------
 
-    def _round_trip(self, body: m.Request) -> Any:
+    def _round_trip(self, body: m.Request, answer_s: float | None = None) -> Any:
         self._last_id += 1
+        answer_s = self._answer_s if answer_s is None else answer_s
         payload = msgspec.msgpack.encode(m.RequestFrame(self._last_id, body))
-        deadline = time.monotonic() + self._answer_s
+        deadline = time.monotonic() + answer_s
         try:
-            self._sock.settimeout(self._answer_s)
+            self._sock.settimeout(answer_s)
             self._sock.sendall(_LENGTH.pack(len(payload)) + payload)
             return self._receive(deadline).body
         except TimeoutError:
-            raise _hung(self._path, self._answer_s, self._sock) from None
+            raise _hung(self._path, answer_s, self._sock) from None
         except (BrokenPipeError, ConnectionResetError):
             raise self._hung_up() from None
 

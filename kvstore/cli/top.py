@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from kvstore.cli.answers import console, failure, say, say_json
-from kvstore.cli.options import AsJson, ConfigFile, Interval, SetFlags, check_interval, load
+from kvstore.cli.options import AsJson, ConfigFile, Interval, SetFlags, check_seconds, load
 from kvstore.cli.reading import with_rates
 from kvstore.cli.tool import NoAnswer, Tool
 from kvstore.cli.units import duration_text
@@ -56,7 +56,7 @@ def top_command(
         kvstore top --once
         kvstore top --json | jq -c '[.uptime_s, .groups.default.rates.now.hit_rate]'
     """
-    check_interval(interval_s, _INTERVAL_S_MIN)
+    check_seconds("--interval", interval_s, _INTERVAL_S_MIN)
     screen = console()
     live = screen.is_terminal and not screen.is_dumb_terminal and not once and not as_json
     with Watch(Path(load(config, overrides).daemon.socket)) as watch, suppress(KeyboardInterrupt):

@@ -2,7 +2,7 @@
 
 effects    what an operation may ask of the world        values     arguments and results
 core       shared state: attachment, leases, copies      face       what both clients show without I/O
-reading, writing, pooling, asking    the operations, each once, as generators
+reading, fetching, loading, writing, pooling, asking    the operations, each once, as generators
 attach, upkeep                       attach with proof, and the life in the background
 timings                              what was measured here and goes in place of a heartbeat
 wire, sockets                        frames and file descriptors

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from kvstore.client import asking, pooling, reading, writing
 from kvstore.client.alink import LoopLink
-from kvstore.client.core import as_blocks
 from kvstore.client.effects import Op
-from kvstore.client.face import Face, as_keys
+from kvstore.client.face import Face, as_blocks, as_keys
 from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave, Tasks
 from kvstore.client.upkeep import upkeep
 from kvstore.client.values import Reservation, Table
@@ -126,6 +125,9 @@ class AsyncClient(Face):
     def load(self, hit: Hit, blocks: U32) -> AsyncLoad:
         """Begin to copy a hit's load range into device blocks, in chain order, every block verified.
 
+        What has no slot in the hit is fetched first, within `limits.fetch_s`; what has come is copied
+        meanwhile.
+
         Args:
             hit: a lease that is held; keep it until the load is done. After `acquire`, a hit with the
                 table's load range and slots in place of its own.
@@ -149,7 +151,9 @@ class AsyncClient(Face):
         return AsyncLoad(self._tasks, self._begin_load_slots(slots, keys, blocks))
 
     def fetch(self, hit: Hit, start: int, stop: int) -> AsyncFetch:
-        """Bring blocks [start, stop) of a hit to where they can be copied. HOST blocks are there already."""
+        """Bring blocks [start, stop) of a hit to where they can be copied: for a process that does not copy
+        itself (`load` fetches what it needs). HOST blocks are there already. One at a time for a hit.
+        """
         self._check()
         return AsyncFetch(self._tasks, hit.lease, start, stop)
 

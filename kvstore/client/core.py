@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import _native
-from kvstore._native import Arena, Copier, PagedLayout, SlotFormat
+from kvstore._native import Arena, Completion, Copier, PagedLayout, SlotFormat
 from kvstore.client.effects import Call, Link, Op
 from kvstore.client.timings import Outbox
 from kvstore.client.values import Counters, Reservation, Setup, Table
@@ -33,8 +33,6 @@ __all__ = [
     "Core",
     "Fetching",
     "Grant",
-    "Loading",
-    "as_blocks",
     "ask",
     "u32_bytes",
     "u32s",
@@ -97,33 +95,23 @@ class Grant:
     unseen: Table | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """A load that was submitted, or why it was not.
-
-    Attributes:
-        job: of the copier, -1 if there is none.
-        count: blocks asked for.
-        attachment: attach that it belongs to.
-        lease: report bad blocks under this lease, 0 = the caller does.
-        first: position of the first block in the chain.
-        reason: why there is no job.
-    """
-
-    job: int
-    count: int
-    attachment: Attachment | None
-    lease: int
-    first: int
-    reason: str = ""
-
-
 @dataclass(slots=True)
 class Fetching:
-    """What the daemon has said about one fetch so far."""
+    """What the daemon has said about one fetch so far.
 
-    attachment: Attachment
-    news: list[Progress]
+    Attributes:
+        stop: where it will end.
+        news: notices that nobody has looked at yet.
+        begun: the daemon has accepted it.
+        over: it has ended.
+        left: nobody follows it any more, but it has not ended.
+    """
+
+    stop: int
+    news: list[Progress] = field(default_factory=list)
+    begun: bool = False
+    over: bool = False
+    left: bool = False
 
 
 class Core:
@@ -154,6 +142,7 @@ class Core:
         self.slot_pages = layout.slot_bytes // _native.PAGE_BYTES if layout else 1
         self.format = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes) if layout else None
         self.copier = Copier(setup.copy_threads) if setup.copies else None
+        self.done: dict[int, Completion] = {}  # taken by the driver, not yet seen by their operations
 
     def stop_attaching(self) -> None:
         """The client closes: an attach that waits for a daemon must not hold it up."""
@@ -191,7 +180,10 @@ class Core:
         """Forget a lease; None if it is not held (released, or of an older attach)."""
         with self.lock:
             self.reported.pop(lease, None)
-            return self.leases.pop(lease, None)
+            grant = self.leases.pop(lease, None)
+            if grant is not None:
+                self.fetches.pop(grant.daemon_id, None)
+            return grant
 
     def keep_unseen(self, table: Table) -> None:
         """An acquire grew a lease's table, and nobody is there to be told: the next acquire tells."""
@@ -219,9 +211,24 @@ class Core:
 
     def on_notice(self, notice: Progress) -> None:
         """Keep a notice for the fetch that waits for it (any thread that reads the link)."""
-        fetching = self.fetches.get(notice.lease)
-        if fetching is not None:
-            fetching.news.append(notice)
+        with self.lock:
+            fetching = self.fetches.get(notice.lease)
+            if fetching is not None and not fetching.left:
+                fetching.news.append(notice)
+            elif fetching is not None and notice.ready == notice.stop:
+                del self.fetches[notice.lease]
+
+    def end_fetch(self, grant: Grant, fetching: Fetching) -> None:
+        """Nobody follows a fetch any more. Its last notices must not be taken for those of another one: there
+        is none for this lease until the daemon has ended it."""
+        with self.lock:
+            if self.fetches.get(grant.daemon_id) is not fetching:
+                return
+            ended = fetching.over or any(notice.ready == notice.stop for notice in fetching.news)
+            if ended or not fetching.begun or grant.attachment.link.dead:
+                del self.fetches[grant.daemon_id]
+            else:
+                fetching.left = True
 
     # ---- operations with copies ------------------------------------------------------------------------
 
@@ -319,15 +326,19 @@ class Core:
         return self.copier, attachment.arena, attachment.paged, self.format
 
     def progress(self, job: int) -> int:
-        """Leading blocks of a running job that are copied and verified; 0 once its completion was taken."""
+        """Leading blocks of a job that are copied and verified; 0 once its operation has seen its end."""
+        done = self.done.get(job)
+        if done is not None:
+            wrong = np.flatnonzero(done.status != _native.OK)
+            return int(wrong[0]) if wrong.size else int(done.status.size)
         try:
-            return self.copier.progress(job) if self.copier is not None and job >= 0 else 0
+            return self.copier.progress(job) if self.copier is not None else 0
         except ValueError:
             return 0
 
     def cancel(self, job: int) -> None:
         """Drop what a job has not begun."""
-        if self.copier is not None and job >= 0:
+        if self.copier is not None:
             self.copier.cancel(job)
 
     # ---- checks ----------------------------------------------------------------------------------------
@@ -372,22 +383,3 @@ def u64s(data: bytes) -> NDArray[np.uint64] | None:
 def u32_bytes(numbers: U32) -> bytes:
     """Numbers as they travel."""
     return numbers.astype("<u4", copy=False).tobytes()
-
-
-def as_blocks(core: Core, blocks: object, expected: int | None = None) -> U32:
-    """Device blocks given by a caller, as contiguous uint32.
-
-    Raises:
-        BadRequest: not one-dimensional integers below the memory's block count, or not `expected` of them.
-    """
-    array = np.asarray(blocks)
-    if array.size == 0:
-        array = array.astype(np.uint32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise BadRequest(f"blocks: need one dimension of integers, got {array.dtype} {array.shape}")
-    if expected is not None and array.size != expected:
-        raise BadRequest(f"blocks: need {expected} device blocks, got {array.size}")
-    top = core.setup.memory.blocks if core.setup.memory else _native.NONE
-    if array.size and not 0 <= int(array.min()) <= int(array.max()) < top:
-        raise BadRequest(f"blocks: every device block must be in [0, {top})")
-    return np.ascontiguousarray(array, np.uint32)

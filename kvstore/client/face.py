@@ -11,13 +11,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.core import Core, Loading, as_blocks
+from kvstore import _native
+from kvstore.client.core import Core
+from kvstore.client.loading import Loading
 from kvstore.client.values import Counters, KVMemory, Limits, PoolSpec, Role, Setup
-from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Unavailable
+from kvstore.errors import BadRequest, KVStoreError
 from kvstore.keys import KeyChain
 from kvstore.types import BlockLayout, Hit, Namespace, Reuse
 
-__all__ = ["Face", "as_keys"]
+__all__ = ["Face", "as_blocks", "as_keys"]
 
 U32 = NDArray[np.uint32]
 U8 = NDArray[np.uint8]
@@ -216,47 +218,35 @@ class Face:
             )
 
     def _begin_load(self, hit: Hit, blocks: object) -> Loading:
-        """Submit the copies of a hit's load range."""
-        count = hit.plan.load_stop - hit.plan.load_start
-        target = as_blocks(self._core, blocks, count)
-        grant = self._core.leases.get(hit.lease)
+        """Submit the copies of what a hit's load range has on HOST."""
+        core, start, stop = self._core, hit.plan.load_start, hit.plan.load_stop
+        target = as_blocks(core, blocks, stop - start)
+        grant = core.leases.get(hit.lease)
         if grant is None or grant.chain is None:
-            return Loading(-1, count, None, 0, hit.plan.load_start, "the lease is not held any more")
-        keys = grant.chain.keys[hit.plan.load_start : hit.plan.load_stop]
-        if not len(keys) == len(hit.slots) == count:
+            return Loading.never(core, stop - start, start, "the lease is not held any more")
+        keys = grant.chain.keys[start:stop]
+        if not len(hit.slots) <= stop - start == len(keys):
             raise BadRequest(
-                f"hit: {len(hit.slots)} slots for a load of {count} of {len(grant.chain)} blocks"
+                f"hit: {len(hit.slots)} slots for a load of {stop - start} of {len(grant.chain)} blocks"
             )
-        start = hit.plan.load_start
-        return self._submit(Loading(-1, count, grant.attachment, hit.lease, start), hit.slots, keys, target)
+        loading = Loading(core, grant.attachment, hit.lease, start, keys, target)
+        loading.begin(hit.ready, hit.slots)
+        return loading
 
     def _begin_load_slots(self, slots: U32, keys: U8, blocks: object) -> Loading:
-        target = as_blocks(self._core, blocks, len(slots))
-        if len(as_keys(keys)) != len(slots):
-            raise BadRequest(f"keys: need {len(slots)}, one per slot, got {len(keys)}")
+        core, count = self._core, len(slots)
+        target = as_blocks(core, blocks, count)
+        if len(as_keys(keys)) != count:
+            raise BadRequest(f"keys: need {count}, one per slot, got {len(keys)}")
         source = np.ascontiguousarray(slots, np.uint32)
-        attachment = self._core.attachment
-        top = attachment.pages - self._core.slot_pages if attachment is not None else 0
-        reason = "no daemon is attached" if attachment is None else ""
-        if attachment is not None and source.size and int(source.max()) > top:
-            reason = "a slot is outside the arena of this attach"
-        if reason:
-            return Loading(-1, len(source), None, 0, 0, reason)
-        return self._submit(Loading(-1, len(source), attachment, 0, 0), source, keys, target)
-
-    def _submit(self, loading: Loading, slots: U32, keys: U8, blocks: U32) -> Loading:
-        core, attachment = self._core, loading.attachment
-        core.counters.loads += 1
-        if not loading.count or attachment is None:
-            return loading
-        first, lease = loading.first, loading.lease
-        if core.full:
-            return Loading(-1, loading.count, None, lease, first, core.full)
-        try:
-            job = core.submit_load(attachment, blocks, slots, np.ascontiguousarray(keys))
-        except (Unavailable, LimitExceeded) as error:
-            return Loading(-1, loading.count, None, lease, first, str(error))
-        return Loading(job, loading.count, attachment, lease, first)
+        attachment = core.attachment
+        if attachment is None:
+            return Loading.never(core, count, 0, "no daemon is attached")
+        if count and int(source.max()) > attachment.pages - core.slot_pages:
+            return Loading.never(core, count, 0, "a slot is outside the arena of this attach")
+        loading = Loading(core, attachment, 0, 0, keys, target)
+        loading.begin(count, source)
+        return loading
 
 
 class _Answer:
@@ -275,6 +265,25 @@ class _Answer:
 
     async def _later(self, outcome: Awaitable[object]) -> None:
         self.value = await outcome
+
+
+def as_blocks(core: Core, blocks: object, expected: int | None = None) -> U32:
+    """Device blocks given by a caller, as contiguous uint32.
+
+    Raises:
+        BadRequest: not one-dimensional integers below the memory's block count, or not `expected` of them.
+    """
+    array = np.asarray(blocks)
+    if array.size == 0:
+        array = array.astype(np.uint32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadRequest(f"blocks: need one dimension of integers, got {array.dtype} {array.shape}")
+    if expected is not None and array.size != expected:
+        raise BadRequest(f"blocks: need {expected} device blocks, got {array.size}")
+    top = core.setup.memory.blocks if core.setup.memory else _native.NONE
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < top:
+        raise BadRequest(f"blocks: every device block must be in [0, {top})")
+    return np.ascontiguousarray(array, np.uint32)
 
 
 def as_keys(keys: object) -> U8:

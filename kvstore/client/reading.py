@@ -1,32 +1,30 @@
-"""Reading: lookup, load, fetch, report, release. Each operation once, as a generator (effects.py)."""
+"""Reading: lookup, report, release. Each operation once, as a generator (effects.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import _native
-from kvstore._native import Completion
-from kvstore.client.core import TIERS, Attachment, Core, Fetching, Grant, Loading, ask, u32_bytes
-from kvstore.client.effects import Hear, Job, Op
-from kvstore.client.values import STATUS_NAMES, FetchResult, LoadResult
+from kvstore.client.core import TIERS, Attachment, Core, Grant, ask, u32_bytes
+from kvstore.client.effects import Op
 from kvstore.client.writing import demote
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded
 from kvstore.keys import KeyChain, probe_positions
-from kvstore.rpc.messages import Done, Extend, Fetch, Fetched, Found, Lookup, Release, Released, Report
+from kvstore.rpc.messages import Done, Extend, Found, Lookup, Release, Released, Report
 from kvstore.types import Busy, FetchPlan, Hit, LookupResult, Miss, Span, Tier
 
-__all__ = ["Arrived", "fetch", "load", "lookup", "release", "report"]
+__all__ = ["lookup", "release", "report"]
 
 U32 = NDArray[np.uint32]
 # Two trips decide every chain up to keys_max; a third can only follow when keys_max cut the second short.
 _TRIPS_MAX = 3
 # The daemon reads every block that is reported: it is asked in bites, so that others get their turn.
 _REPORT_MAX = 64
+# Where blocks can be copied from, or are already.
+_HERE = (Tier.GPU, Tier.HOST)
 
 
 def lookup(core: Core, chain: KeyChain, blocks: int | None) -> Op[LookupResult]:
@@ -108,12 +106,14 @@ def _ask(core: Core, attachment: Attachment, chain: KeyChain, trip: _Trip, deadl
 
 def _hit(core: Core, attachment: Attachment, chain: KeyChain, found: Found) -> Hit:
     start, stop = found.load
-    slots = core.slots_of(attachment, found.runs, stop - start)
     spans = []
     for tier, span_start, span_stop in found.spans:
         if tier not in TIERS or not 0 <= span_start <= span_stop <= found.blocks:
             raise core.broken(attachment.link, f"span {tier!r:.20} [{span_start}, {span_stop})")
         spans.append(Span(Tier(tier), span_start, span_stop))
+    below = [span.start for span in spans if span.tier not in _HERE and start < span.stop > span.start < stop]
+    ready = max(start, min(below, default=stop))
+    slots = core.slots_of(attachment, found.runs, ready - start)
     lease = core.grant(Grant(found.lease, attachment, chain, start, found.blocks))
     plan = FetchPlan(start, stop, tuple(spans), found.reason)
     return Hit(lease, found.blocks, found.device, plan, slots)
@@ -161,93 +161,3 @@ def report(core: Core, lease: int, bad: Iterable[int]) -> Op[bool]:
     except KVStoreError:
         return False
     return True
-
-
-def load(core: Core, loading: Loading) -> Op[LoadResult]:
-    """Await a load that was submitted; report its bad blocks, if it has a lease."""
-    if loading.job < 0:
-        status = np.full(loading.count, _native.DROPPED, np.uint8)
-        if loading.count:
-            _count_bad(core, {"dropped": loading.count})
-        return LoadResult(0, status, 0, 0.0, loading.reason)
-    with core.under_way():
-        done = cast(Completion, (yield Job(loading.job, core.copy_deadline(), patient=True)))
-    core.timings.note_copy("load", int(done.bytes), float(done.seconds))
-    status = np.asarray(done.status, np.uint8)
-    if loading.attachment is None or loading.attachment.link.hung_up():
-        # The control entries that the copy was checked against may be those of a daemon that is gone: another
-        # one may have handed the slots on meanwhile, and nothing would show it but the cells' sums.
-        _count_bad(core, {"dropped": int(status.size)})
-        return LoadResult(0, np.full(status.size, _native.DROPPED, np.uint8), 0, 0.0, "the daemon went away")
-    wrong = np.flatnonzero(status != _native.OK)
-    good = int(wrong[0]) if wrong.size else int(status.size)
-    core.counters.blocks_loaded += good
-    reason = ""
-    if wrong.size:
-        values, counts = np.unique(status[wrong], return_counts=True)
-        names = {STATUS_NAMES.get(int(v), "unknown"): int(c) for v, c in zip(values, counts, strict=True)}
-        _count_bad(core, names)
-        reason = ", ".join(f"{count} {name}" for name, count in names.items())
-        rotten = np.flatnonzero((status == _native.STALE) | (status == _native.CORRUPT))
-        if rotten.size and loading.lease:
-            yield from report(core, loading.lease, (rotten + loading.first).tolist())
-    return LoadResult(good, status, int(done.bytes), float(done.seconds), reason)
-
-
-def _count_bad(core: Core, names: dict[str, int]) -> None:
-    for name, count in names.items():
-        core.counters.bad_blocks[name] = core.counters.bad_blocks.get(name, 0) + count
-
-
-class Arrived:
-    """Slots of a fetch as they become ready; the handle shows them before the fetch has ended."""
-
-    def __init__(self, start: int) -> None:
-        self.reached = start
-        self._parts: list[U32] = []
-
-    def add(self, reached: int, slots: U32) -> None:
-        """Blocks up to `reached` are in `slots` now."""
-        self._parts.append(slots)
-        self.reached = reached
-
-    def slots(self) -> U32:
-        """(reached - start,) slots so far."""
-        return np.concatenate(self._parts) if self._parts else np.empty(0, np.uint32)
-
-
-def fetch(core: Core, lease: int, start: int, stop: int, ready: Arrived) -> Op[FetchResult]:
-    """Bring blocks [start, stop) of a lease to where they can be copied; `ready` hears of every piece."""
-    with core.lock:
-        grant = core.leases.get(lease)
-        if grant is None:
-            return FetchResult(start, np.empty(0, np.uint32), "the lease is not held")
-        if grant.daemon_id in core.fetches:
-            return FetchResult(start, np.empty(0, np.uint32), "a fetch of this lease is under way")
-        fetching = core.fetches[grant.daemon_id] = Fetching(grant.attachment, [])
-    link = grant.attachment.link
-    deadline = core.setup.clock.now() + core.setup.limits.copy_s
-    reason = ""
-    try:
-        message = Fetch(grant.daemon_id, start, stop)
-        first = yield from ask(core, link, message, Fetched, core.call_deadline())
-        _take(core, grant.attachment, ready, first.ready, stop, first.runs)
-        while ready.reached < stop:
-            if not fetching.news and not (yield Hear(link, lambda: bool(fetching.news), deadline)):
-                reason = "the fetch did not end in time"
-                break
-            news = fetching.news.pop(0)
-            _take(core, grant.attachment, ready, news.ready, stop, news.runs)
-    except KVStoreError as error:
-        reason = str(error)
-    finally:
-        with core.lock:
-            if core.fetches.get(grant.daemon_id) is fetching:
-                del core.fetches[grant.daemon_id]
-    return FetchResult(ready.reached, ready.slots(), reason)
-
-
-def _take(core: Core, attachment: Attachment, ready: Arrived, reached: int, stop: int, runs: bytes) -> None:
-    if not ready.reached <= reached <= stop:
-        raise core.broken(attachment.link, f"fetch went from {ready.reached} to {reached} of {stop}")
-    ready.add(reached, core.slots_of(attachment, runs, reached - ready.reached))

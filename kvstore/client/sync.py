@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client import asking, pooling, reading, writing
-from kvstore.client.core import as_blocks
 from kvstore.client.effects import Op
-from kvstore.client.face import Face, as_keys
+from kvstore.client.face import Face, as_blocks, as_keys
 from kvstore.client.link import ThreadLink
 from kvstore.client.threads import Fetch, Load, Save, Threads
 from kvstore.client.upkeep import upkeep
@@ -120,6 +119,9 @@ class Client(Face):
     def load(self, hit: Hit, blocks: U32) -> Load:
         """Begin to copy a hit's load range into device blocks, in chain order, every block verified.
 
+        What has no slot in the hit is fetched first, within `limits.fetch_s`; what has come is copied
+        meanwhile.
+
         Args:
             hit: a lease that is held; keep it until the load is done. After `acquire`, a hit with the
                 table's load range and slots in place of its own.
@@ -143,7 +145,9 @@ class Client(Face):
         return Load(self._threads, self._begin_load_slots(slots, keys, blocks))
 
     def fetch(self, hit: Hit, start: int, stop: int) -> Fetch:
-        """Bring blocks [start, stop) of a hit to where they can be copied. HOST blocks are there already."""
+        """Bring blocks [start, stop) of a hit to where they can be copied: for a process that does not copy
+        itself (`load` fetches what it needs). HOST blocks are there already. One at a time for a hit.
+        """
         self._check()
         return Fetch(self._threads, hit.lease, start, stop)
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore._native import Completion
-from kvstore.client import reading
 from kvstore.client.alink import LoopLink
-from kvstore.client.core import Core, Loading
+from kvstore.client.core import Core
 from kvstore.client.effects import Call, Connect, Effect, Hear, Job, Op, Outcome, Watch, Work
-from kvstore.client.reading import Arrived
+from kvstore.client.fetching import Arrived, fetch
+from kvstore.client.loading import Loading, load
 from kvstore.client.values import FetchResult, LoadResult
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.types import SaveResult
@@ -34,7 +34,6 @@ class Tasks:
         self.active: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._done: dict[int, Completion] = {}
         self._awaited: dict[int, asyncio.Future[None]] = {}
         # Two threads: a long populate must not hold up a quiesce.
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="kvstore-client")
@@ -113,7 +112,7 @@ class Tasks:
         return done
 
     async def _completion(self, job: int, seconds: float | None) -> Completion | None:
-        if job not in self._done:
+        if job not in self.core.done:
             arrived = self._awaited[job] = self._loop.create_future()
             try:
                 async with asyncio.timeout(seconds):
@@ -122,13 +121,13 @@ class Tasks:
                 return None
             finally:
                 del self._awaited[job]
-        return self._done.pop(job)
+        return self.core.done.pop(job)
 
     def _collect(self) -> None:
         copier = self.core.copier
         assert copier is not None  # this is its reader
         for done in copier.completions():
-            self._done[done.job] = done
+            self.core.done[done.job] = done
             arrived = self._awaited.get(done.job)
             if arrived is not None and not arrived.done():
                 arrived.set_result(None)
@@ -158,6 +157,11 @@ class AsyncPending(Generic[T]):
         self._task = driver.start(op)
 
     @property
+    def _longest_s(self) -> float:
+        limits = self._driver.core.setup.limits
+        return limits.copy_s + limits.call_s
+
+    @property
     def done(self) -> bool:
         """Is there a result? Until then the device blocks must stay untouched."""
         return self._task.done()
@@ -167,9 +171,8 @@ class AsyncPending(Generic[T]):
         return self._task.result() if self._task.done() else None
 
     async def wait(self, timeout_s: float | None = None) -> T | None:
-        """The result, or None at the timeout (default: `limits.copy_s` + `limits.call_s`)."""
-        limits = self._driver.core.setup.limits
-        timeout_s = limits.copy_s + limits.call_s if timeout_s is None else timeout_s
+        """The result, or None at the timeout (default: as long as it may take by `limits`)."""
+        timeout_s = self._longest_s if timeout_s is None else timeout_s
         await asyncio.wait({self._task}, timeout=timeout_s)
         return self.poll()
 
@@ -184,19 +187,23 @@ class AsyncLoad(AsyncPending[LoadResult]):
     def __init__(self, driver: Tasks, loading: Loading) -> None:
         self._loading = loading
         self._reached = 0
-        super().__init__(driver, reading.load(driver.core, loading))
+        super().__init__(driver, load(driver.core, loading))
+
+    @property
+    def _longest_s(self) -> float:
+        return super()._longest_s + self._driver.core.setup.limits.fetch_s
 
     def progress(self) -> int:
         """Leading blocks that are copied and verified."""
         result = self.poll()
-        now = result.good if result is not None else self._driver.core.progress(self._loading.job)
+        now = result.good if result is not None else self._loading.progress()
         self._reached = max(self._reached, now)
         return self._reached
 
     def cancel(self) -> None:
-        """Blocks not yet begun are dropped; the load still ends by itself, soon."""
+        """Blocks not yet begun are dropped, no more are fetched; the load still ends by itself, soon."""
         if not self.done:
-            self._driver.core.cancel(self._loading.job)
+            self._loading.cancel()
 
 
 class AsyncFetch(AsyncPending[FetchResult]):
@@ -204,7 +211,11 @@ class AsyncFetch(AsyncPending[FetchResult]):
 
     def __init__(self, driver: Tasks, lease: int, start: int, stop: int) -> None:
         self._arrived = Arrived(start)
-        super().__init__(driver, reading.fetch(driver.core, lease, start, stop, self._arrived))
+        super().__init__(driver, fetch(driver.core, lease, stop, self._arrived))
+
+    @property
+    def _longest_s(self) -> float:
+        return super()._longest_s + self._driver.core.setup.limits.fetch_s
 
     @property
     def ready(self) -> int:
@@ -214,3 +225,7 @@ class AsyncFetch(AsyncPending[FetchResult]):
     def slots(self) -> U32:
         """(ready - start,) their arena slots."""
         return self._arrived.slots()
+
+    def cancel(self) -> None:
+        """The rest is not wanted any more: it ends soon with what has come. Its lease goes on."""
+        self._arrived.unwanted = self._arrived.unwanted or "cancelled"

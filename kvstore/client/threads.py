@@ -11,11 +11,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client import reading
-from kvstore.client.core import Core, Loading
+from kvstore.client.core import Core
 from kvstore.client.effects import Call, Connect, Effect, Hear, Job, Op, Outcome, Watch, Work
+from kvstore.client.fetching import Arrived, fetch
 from kvstore.client.link import ThreadLink
-from kvstore.client.reading import Arrived
+from kvstore.client.loading import Loading, load
 from kvstore.client.values import FetchResult, LoadResult
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.types import SaveResult
@@ -120,6 +120,11 @@ class Pending(Generic[T]):
         self._advance(0.0)
 
     @property
+    def _longest_s(self) -> float:
+        limits = self._driver.core.setup.limits
+        return limits.copy_s + limits.call_s
+
+    @property
     def done(self) -> bool:
         """Is there a result? Until then the device blocks must stay untouched."""
         return self._result is not None
@@ -129,9 +134,8 @@ class Pending(Generic[T]):
         return self._result if self._result is not None else self._advance(0.0)
 
     def wait(self, timeout_s: float | None = None) -> T | None:
-        """The result, or None at the timeout (default: `limits.copy_s` + `limits.call_s`)."""
-        limits = self._driver.core.setup.limits
-        return self._advance(limits.copy_s + limits.call_s if timeout_s is None else timeout_s)
+        """The result, or None at the timeout (default: as long as it may take by `limits`)."""
+        return self._advance(self._longest_s if timeout_s is None else timeout_s)
 
     def _advance(self, timeout_s: float) -> T | None:
         now = self._driver.core.setup.clock.now
@@ -181,19 +185,23 @@ class Load(Pending[LoadResult]):
     def __init__(self, driver: Threads, loading: Loading) -> None:
         self._loading = loading
         self._reached = 0
-        super().__init__(driver, reading.load(driver.core, loading))
+        super().__init__(driver, load(driver.core, loading))
+
+    @property
+    def _longest_s(self) -> float:
+        return super()._longest_s + self._driver.core.setup.limits.fetch_s
 
     def progress(self) -> int:
         """Leading blocks that are copied and verified."""
         result = self._result
-        now = result.good if result is not None else self._driver.core.progress(self._loading.job)
+        now = result.good if result is not None else self._loading.progress()
         self._reached = max(self._reached, now)
         return self._reached
 
     def cancel(self) -> None:
-        """Blocks not yet begun are dropped; the load still ends by itself, soon."""
+        """Blocks not yet begun are dropped, no more are fetched; the load still ends by itself, soon."""
         if self._result is None:
-            self._driver.core.cancel(self._loading.job)
+            self._loading.cancel()
 
 
 class Fetch(Pending[FetchResult]):
@@ -201,7 +209,11 @@ class Fetch(Pending[FetchResult]):
 
     def __init__(self, driver: Threads, lease: int, start: int, stop: int) -> None:
         self._arrived = Arrived(start)
-        super().__init__(driver, reading.fetch(driver.core, lease, start, stop, self._arrived))
+        super().__init__(driver, fetch(driver.core, lease, stop, self._arrived))
+
+    @property
+    def _longest_s(self) -> float:
+        return super()._longest_s + self._driver.core.setup.limits.fetch_s
 
     @property
     def ready(self) -> int:
@@ -211,3 +223,7 @@ class Fetch(Pending[FetchResult]):
     def slots(self) -> U32:
         """(ready - start,) their arena slots."""
         return self._arrived.slots()
+
+    def cancel(self) -> None:
+        """The rest is not wanted any more: it ends soon with what has come. Its lease goes on."""
+        self._arrived.unwanted = self._arrived.unwanted or "cancelled"

@@ -92,6 +92,7 @@ class Limits:
         call_s: deadline of one operation without copies; when it passes, the connection is given up.
         attach_s: deadline of each step of an attach, and of a check.
         copy_s: after this long a copy is cancelled (its blocks become "dropped").
+        fetch_s: after this long a fetch is given up; what has come by then is kept.
         retry_s, retry_max_s: first and last pause between two tries to attach (doubling, jittered).
         refused_s: pause after a refusal, unless another socket appears at the path.
         demote_rounds_max: rounds of copying down that one acquire may be asked for.
@@ -103,6 +104,7 @@ class Limits:
     call_s: float = 1.0
     attach_s: float = 30.0
     copy_s: float = 10.0
+    fetch_s: float = 10.0
     retry_s: float = 0.05
     retry_max_s: float = 2.0
     refused_s: float = 30.0
@@ -238,12 +240,16 @@ class LoadResult:
         good: leading blocks whose bytes are verified; everything from here on must be recomputed.
         status: (n,) uint8 per block: `_native.OK`, STALE, CORRUPT or DROPPED. A block whose status is not OK
             holds undefined bytes.
-        bytes, seconds: of the copy.
+        arrived: leading blocks that were where they could be copied. good < arrived: a copy failed its check,
+            or was dropped. good == arrived < n: the others are still on lower tiers, and nothing is wrong
+            with what was loaded.
+        bytes, seconds: of the copies.
         reason: why blocks are missing; "" if none is.
     """
 
     good: int
     status: NDArray[np.uint8]
+    arrived: int
     bytes: int
     seconds: float
     reason: str = ""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvstore.config.salts import Salts
-from kvstore.config.sources import anchor_secrets, assign, explain, parse_units, read_file
+from kvstore.config.sources import anchor_paths, assign, explain, parse_units, read_file
 from kvstore.config.tables import (
     RANGES,
     DaemonConfig,
@@ -26,6 +26,7 @@ from kvstore.config.tables import (
     HostConfig,
     IndexConfig,
     MetricsConfig,
+    NvmeConfig,
     Table,
     TenantConfig,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "HostConfig",
     "IndexConfig",
     "MetricsConfig",
+    "NvmeConfig",
     "Origin",
     "Salts",
     "TenantConfig",
@@ -66,6 +68,7 @@ class Config(Table, frozen=True, dict=True):
     events: EventsConfig = EventsConfig()
     metrics: MetricsConfig = MetricsConfig()
     grpc: GrpcConfig = GrpcConfig()
+    nvme: NvmeConfig = NvmeConfig()
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
 
     @staticmethod
@@ -88,7 +91,7 @@ class Config(Table, frozen=True, dict=True):
         """
         merged: dict[str, Any] = read_file(file, text) if file is not None else {}
         if file is not None:
-            anchor_secrets(merged, file)
+            anchor_paths(merged, file)
         source = {"": str(file) if file is not None else "defaults"}
         environ = os.environ if environ is None else environ
         for name in sorted(environ):
@@ -114,6 +117,11 @@ class Config(Table, frozen=True, dict=True):
         origin: Origin | None = self.__dict__.get("_origin")
         return origin
 
+    @property
+    def salts_kept(self) -> bool:
+        """Whether the next process will have the same salts, because they are in a file (`Salts.load`)."""
+        return bool(self.daemon.secrets_file or self.nvme.directory)
+
     def groups(self) -> list[str]:
         """Names of the trust groups, in order of first mention."""
         return list(dict.fromkeys(tenant.group for tenant in self.tenants))
@@ -138,6 +146,7 @@ def _tables() -> dict[str, type[msgspec.Struct]]:
         "events": EventsConfig,
         "metrics": MetricsConfig,
         "grpc": GrpcConfig,
+        "nvme": NvmeConfig,
         "tenants": TenantConfig,
     }
 
@@ -160,6 +169,7 @@ def _checked(config: Config) -> Config:
         raise ConfigError("daemon.log_level: need debug, info, warning or error")
     config.metrics.check()
     _check_tenants(config.tenants)
+    config.nvme.check(config.groups())
     return config
 
 

@@ -14,9 +14,12 @@ import msgspec
 
 from kvstore.errors import ConfigError
 
-__all__ = ["anchor_secrets", "assign", "explain", "parse_bytes", "parse_units", "read_file"]
+__all__ = ["anchor_paths", "assign", "explain", "parse_bytes", "parse_units", "read_file"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+_SIZES = ("_bytes", "_bytes_max", "_bytes_per_day")
+# key → what it may hold beside sizes.
+_NO_SIZE: dict[str, tuple[object, ...]] = {"write_budget_bytes_per_day": (-1, "-1")}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     f"{letter}ib": 1 << (10 * (power + 1)) for power, letter in enumerate("kmgt")
 }
@@ -53,12 +56,12 @@ def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
 
 
-def anchor_secrets(merged: dict[str, Any], file: Path) -> None:
+def anchor_paths(merged: dict[str, Any], file: Path) -> None:
     """Relative paths in the file are relative to the file, wherever the daemon is started."""
-    daemon = merged.get("daemon")
-    for key in ("secrets_file", "state_dir"):
-        if isinstance(daemon, dict) and isinstance(daemon.get(key), str) and daemon[key]:
-            daemon[key] = str(file.parent / daemon[key])
+    for table, key in (("daemon", "secrets_file"), ("daemon", "state_dir"), ("nvme", "directory")):
+        inner = merged.get(table)
+        if isinstance(inner, dict) and isinstance(inner.get(key), str) and inner[key]:
+            inner[key] = str(file.parent / inner[key])
 
 
 def assign(merged: dict[str, Any], path: str, value: str, origin: str) -> None:
@@ -87,7 +90,7 @@ def parse_units(merged: dict[str, Any]) -> None:
     for table, inner in merged.items():
         if isinstance(inner, dict):
             for key, value in inner.items():
-                if key.endswith(("_bytes", "_bytes_max")):
+                if key.endswith(_SIZES) and value not in _NO_SIZE.get(key, ()):
                     inner[key] = parse_bytes(value, f"{table}.{key}")
                 elif key == "socket_mode" and isinstance(value, str):
                     inner[key] = _octal(value, f"{table}.{key}")

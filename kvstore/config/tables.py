@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import msgspec
 
 from kvstore.errors import ConfigError
-from kvstore.types import Reuse
+from kvstore.types import PAGE_BYTES, Reuse
 
 __all__ = [
     "RANGES",
@@ -17,9 +18,16 @@ __all__ = [
     "HostConfig",
     "IndexConfig",
     "MetricsConfig",
+    "NvmeConfig",
     "Table",
     "TenantConfig",
 ]
+
+# One is filled, one is next, one is emptied, and one must be left to find anything in.
+SEGMENTS_MIN = 4
+SEGMENTS_MAX = 65_536  # native/src/disk_directory.h: kSegmentsMax
+SECRETS_NAME = "secrets.toml"
+"""In nvme.directory, beside the directories of the trust groups."""
 
 
 def default_socket() -> str:
@@ -183,6 +191,63 @@ class GrpcConfig(Table, frozen=True):
     copy_threads: int = 1
 
 
+class NvmeConfig(Table, frozen=True):
+    """[nvme]
+
+    Attributes:
+        directory: where blocks outlive the daemon; every trust group gets a subdirectory of its name; empty =
+            no NVMe tier.
+        capacity_bytes: size of one trust group's segment files; at least four segments.
+        segment_bytes: size of one segment file, the unit in which bytes leave the disk; a block must fit in
+            one.
+        write_budget_bytes_per_day: most bytes of one trust group that are written in a day; -1 = once the
+            capacity, 0 = no limit.
+        io: uring, threads, or auto = io_uring where the kernel allows it.
+        depth: requests under way at once.
+        direct: O_DIRECT, past the page cache.
+        threads: threads that verify what was read.
+        stall_s: a fetch that brings nothing for so long ends with what has arrived.
+        write_queue_bytes: most bytes of blocks that are accepted and not yet written; HOST keeps them so
+            long.
+    """
+
+    directory: str = ""
+    capacity_bytes: int = 16 << 30
+    segment_bytes: int = 128 << 20
+    write_budget_bytes_per_day: int = -1
+    io: str = "auto"
+    depth: int = 64
+    direct: bool = True
+    threads: int = 1
+    stall_s: float = 1.0
+    write_queue_bytes: int = 256 << 20
+
+    @property
+    def budget_bytes_per_day(self) -> int:
+        """`write_budget_bytes_per_day` with -1 made a number; 0 = no limit."""
+        budget = self.write_budget_bytes_per_day
+        return self.capacity_bytes if budget < 0 else budget
+
+    def check(self, groups: Sequence[str]) -> None:
+        """Raises ConfigError for values that do not fit each other, or a group that can have no directory."""
+        if self.io not in ("auto", "uring", "threads"):
+            raise ConfigError("nvme.io: need auto, uring or threads")
+        if self.segment_bytes % PAGE_BYTES:
+            raise ConfigError(f"nvme.segment_bytes: need a multiple of 4 KiB, got {self.segment_bytes}")
+        segments = self.capacity_bytes // self.segment_bytes
+        if not SEGMENTS_MIN <= segments <= SEGMENTS_MAX:
+            fix = "raise it, or lower" if segments < SEGMENTS_MIN else "lower it, or raise"
+            raise ConfigError(
+                f"nvme.capacity_bytes: {self.capacity_bytes} holds {segments} segments of nvme.segment_bytes "
+                f"= {self.segment_bytes}, need {SEGMENTS_MIN} to {SEGMENTS_MAX}; {fix} nvme.segment_bytes"
+            )
+        for group in groups if self.directory else ():
+            if group.startswith(".") or group == SECRETS_NAME:
+                raise ConfigError(
+                    f"tenants.group: {group!r} cannot be a directory in nvme.directory; choose another name"
+                )
+
+
 class TenantConfig(Table, frozen=True):
     """[[tenants]]
 
@@ -225,4 +290,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "grpc.stall_s": (0.1, 3600),
     "grpc.stop_s": (0, 600),
     "grpc.copy_threads": (1, 64),
+    "nvme.capacity_bytes": (4 << 20, 1 << 46),
+    "nvme.segment_bytes": (
+        1 << 20,
+        1 << 30,
+    ),  # native/src/disk_directory.h: kSegmentBytesMin, kSegmentBytesMax
+    "nvme.write_budget_bytes_per_day": (-1, 1 << 50),
+    "nvme.depth": (1, 1024),  # native/src/disk.h: kDepthMax
+    "nvme.threads": (1, 64),
+    "nvme.stall_s": (0.01, 3600),
+    "nvme.write_queue_bytes": (1 << 20, 1 << 40),
 }

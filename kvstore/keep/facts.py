@@ -1,8 +1,8 @@
 """What a kept arena depends on, in a sealed memfd beside it: another daemon compares before it adopts.
 
 Random salts are in here too: without them no key of the arena could ever be computed again. They live in
-memory as the arena does, never on disk and never in a log. Salts of a secrets file are not: a digest tells
-whether the file still holds the same.
+memory as the arena does, never on disk and never in a log. Salts that are in a file (daemon.secrets_file, or
+minted into nvme.directory) are not: a digest tells whether the file still holds the same.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         format: FORMAT.
         version: of the daemon that wrote it, for the log.
         groups: name → arena.
-        tenants, group_salts: random salts by name, hex; empty when they come from a secrets file.
+        tenants, group_salts: random salts by name, hex; empty when they come from a file.
     """
 
     format: int
@@ -57,7 +57,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @staticmethod
     def of(config: Config, salts: Salts, version: str) -> Facts:
         """What the arenas of this daemon depend on."""
-        random = not config.daemon.secrets_file
+        random = not config.salts_kept
         host = config.host
         groups = {
             name: GroupFacts(
@@ -118,10 +118,11 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if was != now_is:
                 return f"host.{key} was {was} and is {now_is}"
         if bool(before.digests) != bool(after.digests):
-            return "its salts were random and now come from daemon.secrets_file, or the reverse"
+            return "its salts were random and now come from a file, or the reverse"
         for name in before.digests.keys() & after.digests.keys():
             if before.digests[name] != after.digests[name]:
-                return f"daemon.secrets_file has another salt for {name.removeprefix('group:')}"
+                named = name.removeprefix("group:")
+                return f"daemon.secrets_file or nvme.directory has another salt for {named}"
         return ""
 
 

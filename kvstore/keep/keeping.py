@@ -107,7 +107,7 @@ class Keeping:
             keeper = Holding(holder_path(config.daemon.socket), config.daemon.keep_arena_s)
         fds = keeper.take()
         number, before, reason = _newest_facts(fds)
-        salts = before.salts(fresh) if before is not None and not config.daemon.secrets_file else fresh
+        salts = before.salts(fresh) if before is not None and not config.salts_kept else fresh
         now = Facts.of(config, salts, __version__)
         table: WriterTable | None = None
         if before is not None:

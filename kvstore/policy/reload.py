@@ -13,19 +13,23 @@ __all__ = ["plan"]
 _UNDECIDED = "loads every known block: this version does not compare with recompute yet"
 
 
-def plan(device: int, host: int) -> FetchPlan:
-    """Plan for a match whose first `device` blocks are on the engine's device and first `host` on HOST.
+def plan(device: int, host: int, disk: int = 0) -> FetchPlan:
+    """Plan for a match by where its leading blocks are.
 
     Args:
         device: leading blocks in the engine's own pool.
         host: leading blocks readable in the arena.
+        disk: leading blocks that are in the arena or on NVME.
 
     Returns:
-        A plan that loads `[device, host)`; its reason says that nothing was decided.
+        A plan that loads everything behind the device's blocks; its reason says that nothing was decided.
     """
     spans = []
     if device:
         spans.append(Span(Tier.GPU, 0, device))
     if host > device:
         spans.append(Span(Tier.HOST, device, host))
-    return FetchPlan(device, max(device, host), tuple(spans), _UNDECIDED)
+    reached = max(device, host)
+    if disk > reached:
+        spans.append(Span(Tier.NVME, reached, disk))
+    return FetchPlan(device, max(reached, disk), tuple(spans), _UNDECIDED)

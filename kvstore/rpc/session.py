@@ -1,8 +1,9 @@
 """The session protocol, daemon side: one object per connection, one method per message.
 
-A method runs to its end inside one wake-up of the event loop; none waits. Only Check and ProvedStore are
-answered later: they are done in slices. A KVStoreError becomes a `Failed` reply and the connection lives on;
-bytes that are not the protocol end it.
+A method runs to its end inside one wake-up of the event loop; none waits. Check and ProvedStore, which are
+done in slices, and Flush, which waits for the disk, are answered later; what a Fetch has to wait for follows
+as notices. A KVStoreError becomes a `Failed` reply and the connection lives on; bytes that are not the
+protocol end it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import structlog
 from kvstore import _native, block_tables, engines
 from kvstore.callers import Caller
 from kvstore.checks import Checks
+from kvstore.disks import FlushReport, flush
 from kvstore.errors import BadRequest, KVStoreError, LayoutRefused, Refused
+from kvstore.fetching import Fetching
 from kvstore.rpc import messages as m
 from kvstore.rpc.attach import Proof, caller_of, check_hello
 from kvstore.rpc.connection import Connection, framed
@@ -111,8 +114,8 @@ class Session:
             self.caller.heard_s = self.store.clock.now()
         kind = type(body)
         if self.caller is not None or self.tool:
-            if kind is m.Check:
-                self._check(frame.id)
+            if kind in _LATER:
+                _LATER[kind](self, frame.id)
                 return None
             if kind in _FOR_ALL:
                 return _FOR_ALL[kind](self, body)
@@ -129,7 +132,7 @@ class Session:
             raise Refused("proof: send Prove and pass the layout proof first")
         return _ATTACHED[kind](self, self.caller, body)
 
-    def _reply(self, request: int, body: m.Reply, fds: tuple[int, ...] = ()) -> None:
+    def _reply(self, request: int, body: m.Reply | m.Notice, fds: tuple[int, ...] = ()) -> None:
         if self.connection is not None:
             framed(_encode_into, m.ReplyFrame(request, body), self._frame)
             self.connection.send(self._frame, fds)
@@ -239,7 +242,21 @@ class Session:
         return found(self.store.extend(caller, body.lease, positions, keys))
 
     def _fetch(self, caller: Caller, body: m.Fetch) -> m.Fetched:
-        return m.Fetched(body.stop, self.store.fetch(caller, body.lease, body.start, body.stop))
+        told = body.start
+
+        def tell(fetching: Fetching) -> None:
+            nonlocal told
+            runs = fetching.runs(told, fetching.ready)
+            told = fetching.ready
+            self._reply(0, m.Progress(body.lease, fetching.ready, fetching.stop, runs))
+            if fetching.reason and fetching.over:
+                log.info("fetch ended short", **self.who, lease=body.lease, reason=fetching.reason)
+
+        fetching = self.store.fetch(caller, body.lease, body.start, body.stop, tell)
+        told = fetching.ready
+        if fetching.over and told < body.stop:  # ended short already: the client hears that before the reply
+            self._reply(0, m.Progress(body.lease, told, told, b""))
+        return m.Fetched(told, fetching.runs(body.start, told))
 
     def _report(self, caller: Caller, body: m.Report) -> m.Done:
         dropped = self.store.report(caller, body.lease, as_numbers(body.bad, "bad"))
@@ -320,6 +337,13 @@ class Session:
     def _check(self, request: int) -> None:
         self.checks.ask(lambda report: self._reply(request, m.StatusReport(json.dumps(report.answer()))))
 
+    def _flush(self, request: int) -> None:
+        def answer(report: FlushReport) -> None:
+            done = m.Flushed(report.blocks, report.bytes, report.refused, report.seconds, report.error)
+            self._reply(request, done)
+
+        flush(self.store, answer)
+
     def _stop(self, body: m.Stop) -> m.Done:
         if not self.tool or self.peer.uid not in (0, os.geteuid()):
             raise Refused("stop: only a tool of the daemon's own user, or of root, may end it")
@@ -332,6 +356,7 @@ class Session:
         return m.Done()
 
 
+_LATER: dict[type, Callable[[Session, int], None]] = {m.Check: Session._check, m.Flush: Session._flush}
 _FOR_ALL: dict[type, Callable[[Session, Any], m.Reply]] = {
     m.Heartbeat: Session._heartbeat,
     m.Status: Session._status,

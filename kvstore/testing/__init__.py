@@ -14,7 +14,7 @@ Everything but the socket is the real thing: memory, index, pools, leases, filli
 from __future__ import annotations
 
 from kvstore.testing.clock import SimClock
-from kvstore.testing.driver import StoreDriver, small_config, small_layout
+from kvstore.testing.driver import StoreDriver, small_config, small_disk, small_layout
 from kvstore.testing.model import ModelStore
 from kvstore.testing.session import Found, SessionDriver
 from kvstore.testing.slots import cell_pattern, slot_fault, write_slot
@@ -28,6 +28,7 @@ __all__ = [
     "cell_pattern",
     "slot_fault",
     "small_config",
+    "small_disk",
     "small_layout",
     "write_slot",
 ]

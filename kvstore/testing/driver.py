@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import select
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Self
 
 import numpy as np
 
 from kvstore import engines, keys
-from kvstore.config import Config, EventsConfig, HostConfig, IndexConfig, Salts, TenantConfig
+from kvstore.config import Config, EventsConfig, HostConfig, IndexConfig, NvmeConfig, Salts, TenantConfig
 from kvstore.group import Group
 from kvstore.rpc.attach import caller_of
 from kvstore.rpc.messages import PROTOCOL_VERSION, Attach, Layout
@@ -16,9 +20,10 @@ from kvstore.store import Store
 from kvstore.testing.clock import SimClock
 from kvstore.testing.session import SessionDriver
 from kvstore.testing.slots import slot_fault
+from kvstore.tiers.nvme import Flushed, NvmeTier
 from kvstore.types import BlockLayout, Part
 
-__all__ = ["StoreDriver", "small_config", "small_layout"]
+__all__ = ["StoreDriver", "small_config", "small_disk", "small_layout"]
 
 MIB = 1 << 20
 
@@ -30,14 +35,26 @@ def small_config(
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),),
     nodes_max: int = 4096,
     log_max: int = 100_000,
+    nvme: NvmeConfig | None = None,
 ) -> Config:
-    """A configuration with an arena of a few slabs, made in milliseconds."""
+    """A configuration with an arena of a few slabs, made in milliseconds, and a disk if `nvme` says so."""
     host = HostConfig(capacity_bytes=capacity_bytes, slab_bytes=slab_bytes, huge_pages=False, threads=1)
     return Config(
         host=host,
         index=IndexConfig(nodes_max=nodes_max),
         events=EventsConfig(log_max=log_max),
         tenants=tenants,
+        nvme=nvme if nvme is not None else NvmeConfig(),
+    )
+
+
+def small_disk(directory: str | os.PathLike[str], *, capacity_bytes: int = 8 * MIB) -> NvmeConfig:
+    """A disk of segments of 1 MiB, each with room for six blocks of small_layout(), and no budget."""
+    return NvmeConfig(
+        directory=os.fspath(directory),
+        capacity_bytes=capacity_bytes,
+        segment_bytes=MIB,
+        write_budget_bytes_per_day=0,
     )
 
 
@@ -52,12 +69,16 @@ class StoreDriver:
     Args:
         config: small_config() when None.
         salts: fresh random ones when None.
+        disk_faults: what the disk shall do wrong (native/src/disk_faulty.h).
     """
 
-    def __init__(self, config: Config | None = None, salts: Salts | None = None) -> None:
+    def __init__(
+        self, config: Config | None = None, salts: Salts | None = None, disk_faults: str = ""
+    ) -> None:
         self.clock = SimClock()
         self.config = config if config is not None else small_config()
-        self.store = Store(self.config, salts or Salts.load(self.config), self.clock)
+        self.salts = salts or Salts.load(self.config)
+        self.store = Store(self.config, self.salts, self.clock, disk_faults)
         self.store.open()
         self.sessions: dict[int, SessionDriver] = {}
         self._last_session = 0
@@ -79,6 +100,33 @@ class StoreDriver:
     def group(self, name: str = "default") -> Group:
         """One trust group."""
         return self.store.groups[name]
+
+    @property
+    def nvme(self) -> NvmeTier:
+        """The disk of the default group."""
+        nvme = self.group().nvme
+        assert isinstance(nvme, NvmeTier), "small_config() has no disk unless told so"
+        return nvme
+
+    def pump(self, done: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """What the daemon's loop does for the disk, until `done`.
+
+        Raises:
+            AssertionError: that did not come about.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, f"the disk did not get there: {self.nvme.counts()}"
+            select.select([self.nvme.eventfd], [], [], 0.05)
+            self.nvme.pump()
+            self.nvme.tick()
+
+    def settle(self) -> None:
+        """Until everything that was offered is on the disk, and the disk has nothing under way."""
+        answers: list[Flushed] = []
+        self.nvme.flush(answers.append)
+        self.pump(lambda: bool(answers))
+        assert not answers[0].error, answers[0].error
 
     def attach(
         self,

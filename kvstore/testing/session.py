@@ -11,6 +11,7 @@ from kvstore import _native, block_tables, engines
 from kvstore._native import FILLING, NONE
 from kvstore.block_tables import Demotion, Table
 from kvstore.callers import Caller, Engine
+from kvstore.fetching import Fetching
 from kvstore.keys import KeyChain, probe_positions
 from kvstore.leases import Lease
 from kvstore.store import Match, Published, Reservation, Store
@@ -104,7 +105,7 @@ class SessionDriver:
 
     def faults(self, lease: Lease, chain: KeyChain) -> list[str]:
         """Load every HOST block of a lease and compare; what is wrong, [] when nothing is."""
-        packed = self.store.fetch(self.caller, lease.id, 0, lease.host)
+        packed = self.store.fetch(self.caller, lease.id, 0, lease.host).runs(0, lease.host)
         group, shape = self.caller.group, self.caller.shape
         pages = shape.slot_bytes // _native.PAGE_BYTES
         slots = _native.unpack_slots(packed, lease.host, pages, group.arena.pages).tolist()
@@ -114,6 +115,18 @@ class SessionDriver:
             for slot, key in zip(slots, keys, strict=True)
         ]
         return [fault for fault in found if fault]
+
+    def fetch(
+        self,
+        lease: Lease,
+        start: int = 0,
+        stop: int | None = None,
+        on_progress: Callable[[Fetching], None] = lambda _: None,
+    ) -> Fetching:
+        """Bring blocks [start, stop) of a match (all of it) to HOST; a disk needs StoreDriver.pump."""
+        self.heartbeat()
+        last = len(lease.nodes) if stop is None else stop
+        return self.store.fetch(self.caller, lease.id, start, last, on_progress)
 
     def release(self, lease: Lease) -> tuple[Demotion, ...]:
         """End a lease; orders that an owned pool gives."""

@@ -34,6 +34,19 @@ class HostTier:
         """The native pool, for device pools that must know what is on HOST."""
         return self._pool
 
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the arena."""
+        return self._arena.capacity_bytes
+
+    def slots(self, nodes: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """(n,) READY slot of each node, or NONE."""
+        return self._pool.slots(nodes)
+
+    def holds(self, node: int) -> bool:
+        """Whether the node's bytes are readable here; False for a node that is gone."""
+        return bool(self._pool.slots(np.array([node], np.uint32))[0] != NONE)
+
     def match(self, walk: Walk) -> int:
         # As it was when the walk was made: the store asks before anything else happens.
         return self._pool.match(walk)

@@ -226,6 +226,7 @@ NB_MODULE(_native, m) {
   bind_copies(m);
   bind_keep(m);
   bind_metadata(m);
+  bind_disk(m);
 }
 
 }  // namespace kv

@@ -24,6 +24,8 @@ namespace nb = nanobind;
 
 // Defined in bindings_copier.cc: SlotFormat, PagedLayout, Copier, whole slots.
 void bind_copies(nb::module_& module);
+// Defined in bindings_disk.cc: DiskDirectory, DiskSurvey, DiskEvent, DiskPool.
+void bind_disk(nb::module_& module);
 // Defined in bindings_keep.cc: Ledger, Survey, Adopted.
 void bind_keep(nb::module_& module);
 // Defined in bindings_metadata.cc: Walk, Index, pools.

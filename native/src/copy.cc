@@ -272,8 +272,12 @@ BlockStatus verify_slot(const Arena& arena, const SlotFormat& format, SlotId slo
 }
 
 bool sums_agree(const Arena& arena, const SlotFormat& format, const Summed& summed, CopyScratch& scratch) noexcept {
-  const std::uint8_t* bytes = arena.slot(summed.slot);
-  bool agree = take_table(format, bytes, summed.table_crc, scratch);
+  return sums_agree(arena.slot(summed.slot), format, summed.table_crc, scratch);
+}
+
+bool sums_agree(const std::uint8_t* bytes, const SlotFormat& format, std::uint32_t table_crc,
+                CopyScratch& scratch) noexcept {
+  bool agree = take_table(format, bytes, table_crc, scratch);
   for (std::size_t cell = 0; agree && cell < format.cells(); ++cell)
     agree = crc32c(bytes + cell * format.cell_stride(), format.cell_bytes) == scratch.table[cell];
   return agree;

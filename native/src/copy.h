@@ -115,6 +115,9 @@ struct Summed {
 };
 // Whether the table and every cell of a slot that nobody writes match their sums.
 bool sums_agree(const Arena& arena, const SlotFormat& format, const Summed& summed, CopyScratch& scratch) noexcept;
+// The same for a slot's bytes anywhere in memory.
+bool sums_agree(const std::uint8_t* bytes, const SlotFormat& format, std::uint32_t table_crc,
+                CopyScratch& scratch) noexcept;
 
 // CRC32C of the slot's table, as publish needs it. Reads 4 bytes per cell.
 std::uint32_t table_crc(const Arena& arena, const SlotFormat& format, SlotId slot) noexcept;

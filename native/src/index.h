@@ -69,6 +69,8 @@ class Place {
   // What holds bytes here (slots, blocks), as a sequence: names the node of each of [start, start + most) that
   // holds, receives or still hands on a node's bytes. Returns where the next call goes on, or kNone at the end.
   virtual std::uint32_t holders(std::uint32_t start, std::uint32_t most, const HolderOf& each) const = 0;
+  // Whether the node's bytes are readable here, so that a chain may go on behind them elsewhere.
+  virtual bool reads(NodeId) const { return false; }
 
  protected:
   ~Place() = default;
@@ -111,6 +113,10 @@ class Index {
   void pin(NodeId id);
   void unpin(NodeId id);
   std::size_t pins() const noexcept { return pins_; }
+  template <class F>
+  void each_pinned(F&& f) const {  // in no order; O(pinned nodes)
+    pinned_.each([&](NodeId id, std::uint32_t) { f(id); });
+  }
   // Nodes with pins that are `id` or below it. O(pinned nodes * (depth / 64 + 64)).
   std::vector<NodeId> pinned_below(NodeId id) const;
 
@@ -142,6 +148,7 @@ class Index {
   // Makes the next n calls of make() unable to throw.
   void prepare(std::size_t n);
   bool full() const noexcept { return size() >= nodes_max_; }
+  bool roots_full() const noexcept { return roots_ == kRootsMax; }
   // A new node after parent, or kNone when full. The caller adds a holder or reaps it.
   NodeId make(NodeId parent, const Key& key);
   // Removes id if it is removable, then its parent, and so on.

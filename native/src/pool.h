@@ -114,6 +114,9 @@ class HostPool final : public Place {
                                     const Content& content);
   void abort(std::span<const NodeId> nodes, std::span<const SlotId> slots);
 
+  // A place below this one: a block may be published when its parent's bytes are there, though they left here.
+  void set_lower(const Place* lower) noexcept { lower_ = lower; }
+
   // Goes on with a kept arena, once, before anything was reserved. Generations continue. A verified block is
   // READY again if the one before it is; FILLING slots stay so, for stand-in nodes under the root `aside`, until
   // they are aborted; everything else, what stood under `aside` included, is FREE.
@@ -177,6 +180,7 @@ class HostPool final : public Place {
 
   Index& index_;
   std::shared_ptr<Arena> arena_;
+  const Place* lower_ = nullptr;
   std::shared_ptr<Ledger> ledger_;            // null: nothing outlives this pool
   Slabs slabs_;
   std::vector<std::vector<Record>> records_;  // by slab, by index: 24 B per slot

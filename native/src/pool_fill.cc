@@ -118,12 +118,12 @@ std::vector<std::uint8_t> HostPool::publish(std::span<const NodeId> nodes, std::
   return ready;
 }
 
-// READY if nobody was first and the parent's bytes are there; else FREE.
+// READY if nobody was first and the parent's bytes are there or on a lower tier; else FREE.
 bool HostPool::publish_one(NodeId node, SlotId slot, const Content& content, std::uint32_t crc) {
   Node& n = index_.node(node);
   const Node& up = index_.node(n.parent);
   const bool lost = n.host_slot != kNone;
-  const bool orphaned = !lost && up.depth > 0 && up.host_slot == kNone;
+  const bool orphaned = !lost && up.depth > 0 && up.host_slot == kNone && !(lower_ && lower_->reads(n.parent));
   forget_fill(node, slot);
   if (lost || orphaned) {
     dropped_.lost += lost;

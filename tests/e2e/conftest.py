@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "raw_session", "real_daemon", "fake_engine", "children", "scene", "tiny_engines", "kept", "keep_rounds"
+    "raw_session",
+    "real_daemon",
+    "fake_engine",
+    "children",
+    "scene",
+    "tiny_engines",
+    "kept",
+    "keep_rounds",
+    "disk_maker",
 )
 
 from stages import scene, shared_daemon, stage  # noqa: E402  (assertions are rewritten first)

@@ -296,8 +296,9 @@ EVERY_REQUEST = [
     m.Quiesced(),
     m.Status(),
     m.Check(),
+    m.Flush(),
 ]
-FOR_TOOLS = (m.Heartbeat, m.Status, m.Check)
+FOR_TOOLS = (m.Heartbeat, m.Status, m.Check, m.Flush)
 BEFORE_PROOF = (*FOR_TOOLS, m.Prove, m.ProvedStore, m.Proved, m.Quiesced)
 
 

@@ -52,7 +52,7 @@ def asked(command: str, path: Path, **options: Any) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("command", ["status", "check", "top"])
+@pytest.mark.parametrize("command", ["status", "check", "top", "flush"])
 def test_no_socket(command: str, tmp_path: Path) -> None:
     said = asked(command, tmp_path / "none.sock")
     assert said["cause"] == "absent"

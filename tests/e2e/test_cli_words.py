@@ -61,6 +61,10 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("top", "--interval", "nan"), "--interval: need"),
     (("top", "--interval", "soon"), "soon"),
     (("status", "extra"), "extra"),
+    (("flush", "--timeout", "0"), "--timeout: need 0.1 to 3600 seconds"),
+    (("flush", "--timeout", "soon"), "soon"),
+    (("check", "--repair"), "--repair: name the directory to repair"),
+    (("check", "/", "--set", "daemon.socket=/x"), "leave out --config and --set"),
 ]
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from fake_engine import FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvstore.connectors.embedded.demo import GOLDEN_INPUTS, GOLDEN_OUTPUTS, expected_reuse
+from kvstore.connectors.embedded.demo import expected_reuse
+from kvstore.connectors.embedded.demo_stage import GOLDEN_INPUTS, GOLDEN_OUTPUTS
 from kvstore.connectors.embedded.engine import EngineLimits
 from kvstore.connectors.embedded.processes import EngineProcess
 from kvstore.connectors.embedded.request import Report

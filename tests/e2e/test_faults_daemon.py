@@ -17,8 +17,10 @@ from raw_session import RawSession
 from real_daemon import RealDaemon, eventually, mapped
 from scene import Scene
 
-from kvstore.client import PoolSpec, reading
-from kvstore.client.core import Loading
+from kvstore.client import PoolSpec
+from kvstore.client import loading as loads
+from kvstore.client.effects import Job
+from kvstore.client.loading import Loading
 from kvstore.types import Busy, Miss, SaveResult
 
 # Short, so that every wait of a client ends soon; nothing here depends on how soon.
@@ -80,10 +82,12 @@ def test_a_load_that_ends_after_its_daemon_counts_as_failed(stage: Scene) -> Non
     assert attachment is not None
     assert core.copier is not None
     for good in (10, 0):
-        job = core.submit_load(attachment, np.arange(10, dtype=np.uint32), hit.slots, chain.keys)
-        load = reading.load(core, Loading(job, 10, attachment, 0, 0))
-        next(load)
-        copied = core.copier.wait(job, 60.0)
+        loading = Loading(core, attachment, 0, 0, chain.keys, np.arange(10, dtype=np.uint32))
+        loading.begin(10, hit.slots)
+        load = loads.load(core, loading)
+        job = next(load)
+        assert isinstance(job, Job)
+        copied = core.copier.wait(job.id, 60.0)
         assert copied is not None
         assert not copied.status.any()
         if not good:

@@ -146,7 +146,7 @@ def test_other_salts_are_other_secrets(stage: Scene) -> None:
         attached_again(engine, generation)
         assert hit_of(engine, 1, 5) == found
     (dropped,) = events(daemon, "kept arena dropped, starting cold")
-    assert dropped["reason"] == "daemon.secrets_file has another salt for default"
+    assert dropped["reason"] == "daemon.secrets_file or nvme.directory has another salt for default"
     said = daemon.log.read_text()
     assert "abab" not in said
     assert "cdcd" not in said

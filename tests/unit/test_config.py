@@ -15,6 +15,7 @@ from kvstore.config import (
     HostConfig,
     IndexConfig,
     MetricsConfig,
+    NvmeConfig,
     TenantConfig,
 )
 from kvstore.errors import ConfigError
@@ -113,6 +114,7 @@ TABLES = {
     "index": IndexConfig,
     "events": EventsConfig,
     "metrics": MetricsConfig,
+    "nvme": NvmeConfig,
 }
 KEYS = [(table, field.name) for table, struct in TABLES.items() for field in msgspec.structs.fields(struct)]
 ANOTHER = {
@@ -129,6 +131,14 @@ ANOTHER = {
     "host.slab_bytes": "64MiB",
     "host.huge_pages": "false",
     "host.lock": "true",
+    "nvme.directory": "/var/lib/kvstore/nvme",
+    "nvme.capacity_bytes": "1TiB",
+    "nvme.segment_bytes": "64MiB",
+    "nvme.write_budget_bytes_per_day": "512GiB",
+    "nvme.io": "threads",
+    "nvme.direct": "false",
+    "nvme.stall_s": "0.5",
+    "nvme.write_queue_bytes": "64MiB",
 }
 
 
@@ -282,6 +292,14 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ("host.threads", ["-1", "1025"]),
         ("index.nodes_max", ["15", "2147483649"]),
         ("events.log_max", ["0", "10000001"]),
+        ("nvme.capacity_bytes", ["0", "3MiB", "65TiB", "511MiB"]),
+        ("nvme.segment_bytes", ["0", "1048575", "1025MiB", "1.0001MiB"]),
+        ("nvme.write_budget_bytes_per_day", ["-2", "2000TiB", "many"]),
+        ("nvme.io", ["", "aio", "URING"]),
+        ("nvme.depth", ["0", "1025", "x"]),
+        ("nvme.threads", ["0", "65"]),
+        ("nvme.stall_s", ["0", "3601", "nan"]),
+        ("nvme.write_queue_bytes", ["0", "1023KiB"]),
         (
             "metrics.listen",
             ["9464", ":9464", "127.0.0.1:http", "h:70000", "h:-1", "unix:", "unix:/" + "x" * 107],
@@ -297,3 +315,58 @@ def test_ranges(key: str, bad: list[str]) -> None:
 def test_a_slab_fits_the_arena() -> None:
     with pytest.raises(ConfigError, match=r"^host\.slab_bytes: larger than host\.capacity_bytes"):
         load("host.capacity_bytes=16MiB", "host.slab_bytes=32MiB")
+
+
+# ---- the NVMe tier ----------------------------------------------------------------------------------------
+
+
+def test_without_a_directory_there_is_no_disk() -> None:
+    assert load().nvme.directory == ""
+    assert not load().salts_kept
+    assert load("nvme.directory=/d").salts_kept
+
+
+@pytest.mark.parametrize(
+    ("flags", "budget"),
+    [
+        ((), 16 << 30),
+        (("nvme.capacity_bytes=1TiB",), 1 << 40),
+        (("nvme.write_budget_bytes_per_day=-1",), 16 << 30),
+        (("nvme.write_budget_bytes_per_day=0",), 0),
+        (("nvme.write_budget_bytes_per_day=5GiB",), 5 << 30),
+    ],
+)
+def test_the_write_budget(flags: tuple[str, ...], budget: int) -> None:
+    assert load(*flags).nvme.budget_bytes_per_day == budget
+
+
+def test_the_write_budget_in_a_file(write) -> None:
+    for text, budget in (("-1", 16 << 30), ('"-1"', 16 << 30), ('"2TiB"', 2 << 40), ("4096", 4096)):
+        config = Config.load(write(f"[nvme]\nwrite_budget_bytes_per_day = {text}\n"), NO_ENV)
+        assert config.nvme.budget_bytes_per_day == budget
+
+
+@pytest.mark.parametrize(
+    ("capacity", "segment", "fix"),
+    [("511MiB", "128MiB", "raise it, or lower nvme.segment_bytes"), ("1TiB", "1MiB", "lower it, or raise")],
+)
+def test_capacity_and_segments_fit_each_other(capacity: str, segment: str, fix: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^nvme\.capacity_bytes: .* segments of nvme\.segment_bytes"
+    ) as caught:
+        load(f"nvme.capacity_bytes={capacity}", f"nvme.segment_bytes={segment}")
+    assert fix in str(caught.value)
+    assert load("nvme.capacity_bytes=512MiB").nvme.capacity_bytes == 512 << 20
+
+
+def test_a_relative_directory_lies_beside_the_file(write) -> None:
+    file = write('[nvme]\ndirectory = "blocks"\n')
+    assert Config.load(file, NO_ENV).nvme.directory == str(file.parent / "blocks")
+
+
+@pytest.mark.parametrize("group", [".", "..", ".hidden", "secrets.toml"])
+def test_a_group_is_a_directory_of_its_own(group: str, write) -> None:
+    tenant = f'[[tenants]]\nname = "a"\ngroup = "{group}"\n'
+    assert Config.load(write(tenant), NO_ENV).groups() == [group]
+    with pytest.raises(ConfigError, match=r"^tenants\.group: .* cannot be a directory in nvme\.directory"):
+        Config.load(write(f'[nvme]\ndirectory = "/d"\n{tenant}'), NO_ENV)

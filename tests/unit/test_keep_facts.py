@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.config import Config, DaemonConfig, Salts, TenantConfig
+from kvstore.config import Config, DaemonConfig, NvmeConfig, Salts, TenantConfig
 from kvstore.keep.facts import FORMAT, Facts
 from kvstore.types import Reuse
 
@@ -19,8 +19,11 @@ TENANTS = (
 )
 
 
-def config(tenants: tuple[TenantConfig, ...] = TENANTS, secrets: str = "", **host: int) -> Config:
-    base = Config(tenants=tenants, daemon=DaemonConfig(secrets_file=secrets))
+def config(
+    tenants: tuple[TenantConfig, ...] = TENANTS, secrets: str = "", disk: str = "", **host: int
+) -> Config:
+    nvme = NvmeConfig(directory=disk)
+    base = Config(tenants=tenants, daemon=DaemonConfig(secrets_file=secrets), nvme=nvme)
     return msgspec.structs.replace(base, host=msgspec.structs.replace(base.host, **host))
 
 
@@ -58,7 +61,7 @@ def of_text(text: bytes) -> str:
 
 
 def test_they_come_back_as_they_were() -> None:
-    for settings in (config(), config(secrets="/s")):
+    for settings in (config(), config(secrets="/s"), config(disk="/d")):
         assert through_a_memfd(facts(settings)) == facts(settings)
         assert all(facts(settings).why_not(facts(settings), group) == "" for group in ("g", "h"))
 
@@ -72,9 +75,10 @@ def test_random_salts_are_kept_and_new_names_get_new_ones() -> None:
 
 
 def test_salts_of_a_file_are_not_in_them_and_no_text_shows_any() -> None:
-    from_file, random = facts(config(secrets="/s")), facts(config())
+    from_file, minted, random = (facts(c) for c in (config(secrets="/s"), config(disk="/d"), config()))
     for value in salts().tenants.values():
         assert value.hex() not in msgspec.json.encode(from_file).decode()
+        assert value.hex() not in msgspec.json.encode(minted).decode()
         assert value.hex() in msgspec.json.encode(random).decode()
         assert value.hex() not in repr(from_file) + repr(random) + str(random)
 
@@ -86,6 +90,7 @@ def test_salts_of_a_file_are_not_in_them_and_no_text_shows_any() -> None:
         (facts(config(slab_bytes=64 << 20)), "host.slab_bytes was 33554432 and is 67108864"),
         (facts(config(TENANTS[2:])), "not configured any more"),
         (facts(config(secrets="/s")), "its salts were random"),
+        (facts(config(disk="/d")), "its salts were random"),
     ],
 )
 def test_why_an_arena_is_of_no_use(now: Facts, reason: str) -> None:
@@ -96,7 +101,7 @@ def test_why_an_arena_is_of_no_use(now: Facts, reason: str) -> None:
 def test_a_salt_of_a_file_that_changed_concerns_its_own_group() -> None:
     before = facts(config(secrets="/s"))
     now = facts(config(secrets="/s"), salts(b=b"B" * 16))
-    assert before.why_not(now, "g") == "daemon.secrets_file has another salt for b"
+    assert before.why_not(now, "g") == "daemon.secrets_file or nvme.directory has another salt for b"
     assert before.why_not(now, "h") == ""
     # Tenants come and go: blocks of those who went are never asked for, and leave like any others.
     fewer = facts(config(TENANTS[1:], secrets="/s"))

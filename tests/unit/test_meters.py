@@ -21,14 +21,14 @@ def test_a_connector_cannot_claim_more_than_its_leases_held() -> None:
     meters.count_lookup("alice", 100)
     meters.observe_saved(64, "alice")
     assert meters.tenants["alice"].saved == 0  # told before its lease ended
-    meters.count_hit("alice", 16, 32)
+    meters.count_hit("alice", {Tier.GPU: 16, Tier.HOST: 32})
     assert (meters.tenants["alice"].hits, meters.tenants["alice"].saved) == (48, 48)
     meters.check()
 
 
 def test_check_names_the_tenant_whose_tokens_do_not_add_up() -> None:
     meters = Meters(["alice", "bob"])
-    meters.count_hit("bob", 16, 0)  # never asked
+    meters.count_hit("bob", {Tier.GPU: 16})  # never asked
     with pytest.raises(RuntimeError, match="tenant bob: tokens asked 0 >= hit 16"):
         meters.check()
 
@@ -43,7 +43,7 @@ def test_of_too_many_tenants_the_first_to_ask_get_a_series_and_no_token_is_lost(
     assert meters.tenants == {}
     for name in reversed(names):
         meters.count_lookup(name, 16)
-        meters.count_hit(name, 0, 16)
+        meters.count_hit(name, {Tier.HOST: 16})
         meters.observe_saved(16, name)
         meters.observe_ttft(0.1, True, name)
     assert len(meters.tenants) == TENANTS_MAX + 1

@@ -10,7 +10,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvstore.config import Config, DaemonConfig, HostConfig, MetricsConfig, Salts, TenantConfig
+from kvstore.config import Config, DaemonConfig, HostConfig, MetricsConfig, NvmeConfig, Salts, TenantConfig
 from kvstore.errors import Refused
 from kvstore.reloading import LIVE_KEYS, Reloader, change
 from kvstore.testing import StoreDriver
@@ -25,11 +25,14 @@ def test_limits_and_times_change_at_once_and_memory_does_not() -> None:
         daemon=DaemonConfig(log_level="debug", sessions_max=9, socket="/elsewhere"),
         host=HostConfig(capacity_bytes=2 << 30),
         metrics=MetricsConfig(listen="127.0.0.1:1"),
+        nvme=NvmeConfig(directory="/d", write_budget_bytes_per_day=0, stall_s=0.5),
         tenants=OLD.tenants,
     )
     got = change(OLD, new)
-    assert set(got.applied) == {"daemon.log_level", "daemon.sessions_max"}
-    assert set(got.restart) == {"daemon.socket", "host.capacity_bytes", "metrics.listen"}
+    live = {"daemon.log_level", "daemon.sessions_max", "nvme.write_budget_bytes_per_day", "nvme.stall_s"}
+    assert set(got.applied) == live
+    assert set(got.restart) == {"daemon.socket", "host.capacity_bytes", "metrics.listen", "nvme.directory"}
+    assert got.config.nvme == NvmeConfig(write_budget_bytes_per_day=0, stall_s=0.5)
     assert (got.config.daemon.log_level, got.config.daemon.sessions_max) == ("debug", 9)
     assert (got.config.daemon.socket, got.config.host) == (OLD.daemon.socket, OLD.host)
 
@@ -145,6 +148,40 @@ async def test_a_salt_that_changed_waits_for_a_restart_and_is_not_told(files: Fi
         assert {"key": "salt of tenants.alice", "fix": "restart to apply"}.items() <= lines[0].items()
         assert SALT["bob"] not in str(lines) and SALT["alice"] not in str(lines)
         assert driver.attach(("alice",)).roots == roots
+
+
+async def test_a_new_tenant_gets_a_salt_in_the_nvme_directory(tmp_path: Path) -> None:
+    file, directory = tmp_path / "kvstore.toml", tmp_path / "nvme"
+
+    def write(*names: str) -> Config:
+        tenants = "\n".join(f'[[tenants]]\nname = "{name}"\ngroup = "red"' for name in names)
+        host = '[host]\ncapacity_bytes = "4MiB"\nslab_bytes = "2MiB"\nhuge_pages = false\nthreads = 1\n'
+        file.write_text(f'[nvme]\ndirectory = "nvme"\n{host}\n{tenants}\n')
+        return Config.load(file, environ={})
+
+    config = write("alice")
+    salts = Salts.load(config)
+    # The store of this test has no disk: only its salts come from there.
+    bare = msgspec.structs.replace(config, nvme=NvmeConfig())
+    with StoreDriver(bare, salts) as driver:
+        roots = driver.attach(("alice",)).roots
+        driver.store.config = config
+        reloader = Reloader(driver.store, salts, lambda _: None)
+        write("alice", "bob")
+        with capture_logs() as lines:
+            await reloader.reload()
+        assert lines[-1]["applied"] == ["tenants.bob"]
+        assert driver.attach(("alice",)).roots == roots
+        of_bob = driver.attach(("bob",)).roots
+        assert (directory / "secrets.toml").read_text().count(" = ") == 3
+        (directory / "secrets.toml").write_text("")
+        with capture_logs() as lines:
+            await reloader.reload()
+        assert "nvme.directory" in lines[-1]["reason"]
+    (directory / "secrets.toml").unlink()
+    with StoreDriver(bare, Salts.load(write("alice", "bob"))) as driver:
+        assert driver.attach(("alice",)).roots != roots, "the file is what keeps them"
+    assert of_bob != roots
 
 
 @pytest.mark.parametrize(

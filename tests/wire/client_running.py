@@ -11,16 +11,18 @@ import msgspec
 from client_kit import OnLoop
 from client_memory import WAIT_S, Memory
 
-from kvstore.config import Config, DaemonConfig, TenantConfig
+from kvstore.config import Config, DaemonConfig, NvmeConfig, TenantConfig
 from kvstore.daemon import Daemon
 from kvstore.testing import small_config
 
 
 class Running:
-    """A daemon on a loop of its own thread."""
+    """A daemon on a loop of its own thread, with a disk if `nvme` says so."""
 
-    def __init__(self, path: Path, *tenants: TenantConfig) -> None:
-        small = msgspec.structs.asdict(small_config(tenants=tenants or (TenantConfig(name="default"),)))
+    def __init__(self, path: Path, *tenants: TenantConfig, nvme: NvmeConfig | None = None) -> None:
+        small = msgspec.structs.asdict(
+            small_config(tenants=tenants or (TenantConfig(name="default"),), nvme=nvme)
+        )
         small["daemon"] = DaemonConfig(socket=str(path), heartbeat_s=30.0, stale_after_s=120.0)
         self.daemon = Daemon(Config(**small))
         self.loop = asyncio.new_event_loop()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("client_daemon", "client_kit", "client_running")
+pytest.register_assert_rewrite("client_below", "client_daemon", "client_kit", "client_running")
 
 from client_daemon import ScriptedDaemon  # noqa: E402  (its assertions are rewritten first)
 from client_kit import Maker  # noqa: E402

@@ -44,7 +44,7 @@ def test_a_fetch_follows_its_notices(daemon: ScriptedDaemon, make: Maker) -> Non
 
 
 def test_a_fetch_that_stalls_keeps_what_came(daemon: ScriptedDaemon, make: Maker) -> None:
-    client = make.attached(limits=dataclasses.replace(LIMITS, copy_s=0.05))
+    client = make.attached(limits=dataclasses.replace(LIMITS, fetch_s=0.05))
     hit = fetching(daemon, client, chain_of(client, 6), m.Fetched(2, u32(1, 2)))
     result = client.fetch(hit, 0, 6).wait(WAIT_S)
     assert (result.ready, result.slots.tolist()) == (2, [1, 2])
@@ -53,7 +53,14 @@ def test_a_fetch_that_stalls_keeps_what_came(daemon: ScriptedDaemon, make: Maker
 
 
 @pytest.mark.parametrize(
-    "notice", [m.Progress(5, 1, 6, b""), m.Progress(5, 7, 6, b""), m.Progress(5, 4, 6, b"x")]
+    "notice",
+    [
+        m.Progress(5, 1, 6, b""),
+        m.Progress(5, 7, 6, b""),
+        m.Progress(5, 4, 3, b""),
+        m.Progress(5, 7, 7, b""),
+        m.Progress(5, 4, 6, b"x"),
+    ],
 )
 def test_a_fetch_that_makes_no_sense(daemon: ScriptedDaemon, make: Maker, notice: m.Progress) -> None:
     client = make.attached()
@@ -61,3 +68,13 @@ def test_a_fetch_that_makes_no_sense(daemon: ScriptedDaemon, make: Maker, notice
     result = client.fetch(hit, 0, 6).wait(WAIT_S)
     assert result.ready == 2
     assert "malformed" in result.reason
+
+
+def test_a_fetch_whose_end_is_lowered(daemon: ScriptedDaemon, make: Maker) -> None:
+    client = make.attached()
+    notices = [m.Progress(5, 3, 5, u32(8)), m.Progress(5, 4, 4, u32(9))]
+    hit = fetching(daemon, client, chain_of(client, 6), m.Fetched(2, u32(1, 2)), *notices)
+    result = client.fetch(hit, 0, 6).wait(WAIT_S)
+    assert (result.ready, result.slots.tolist()) == (4, [1, 2, 8, 9])
+    assert "no more than 4" in result.reason
+    assert client.heartbeat()

@@ -199,6 +199,7 @@ REQUESTS: list[tuple[m.Request, str]] = [
     (m.Quiesced(), "92cd012c91a87175696573636564"),
     (m.Status(), "92cd012c91a6737461747573"),
     (m.Check(), "92cd012c91a5636865636b"),
+    (m.Flush(), "92cd012c91a5666c757368"),
     (m.Stop(True), "92cd012c92a473746f70c3"),
 ]
 REPLIES: list[tuple[m.Reply | m.Notice, str]] = [
@@ -244,6 +245,10 @@ REPLIES: list[tuple[m.Reply | m.Notice, str]] = [
     ),
     (m.Committed(16), "92cd012c92a9636f6d6d697474656410"),
     (m.StatusReport("{}"), "92cd012c92ad7374617475735f7265706f7274a27b7d"),
+    (
+        m.Flushed(4096, 2**33, 12, 0.25, "group a: I/O"),
+        "92cd012c96a7666c7573686564cd1000cf00000002000000000ccb3fd0000000000000ac67726f757020613a20492f4f",
+    ),
     (m.Quieted(2**62 + 7), "92cd012c92a771756965746564cf4000000000000007"),
     (m.Done(), "92cd012c91a4646f6e65"),
     (

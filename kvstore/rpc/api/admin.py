@@ -8,6 +8,7 @@ from typing import Any
 
 from kvstore import __version__
 from kvstore.checks import CheckReport, Checks
+from kvstore.disks import FlushReport, flush
 from kvstore.dropping import drop_namespace
 from kvstore.errors import BadRequest
 from kvstore.rpc.api.access import Access, Verb, peer_of
@@ -72,12 +73,24 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
 
     @answers
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushResponse:  # noqa: N802
-        """HOST is memory: it has nothing to write and outlives nothing. Tiers that do will be listed here."""
+        """HOST is memory: it has nothing to write and outlives nothing. NVME does both."""
         self._check(context)
-        host = pb.TierFlush(
-            tier=pb.TIER_HOST, reason="memory: nothing to write, and nothing outlives the daemon"
-        )
-        return pb.FlushResponse(epoch=self._store.epoch, tiers=[host])
+        answered: asyncio.Future[FlushReport] = asyncio.get_running_loop().create_future()
+
+        def answer(report: FlushReport) -> None:
+            if not answered.done():  # the caller may have left
+                answered.set_result(report)
+
+        flush(self._store, answer)
+        report = await answered
+        tiers = [
+            pb.TierFlush(
+                tier=pb.TIER_HOST, reason="memory: nothing to write, and nothing outlives the daemon"
+            )
+        ]
+        if any(group.nvme.configured for group in self._store.groups.values()):
+            tiers.append(pb.TierFlush(tier=pb.TIER_NVME, durable=report.durable, reason=report.error))
+        return pb.FlushResponse(epoch=self._store.epoch, tiers=tiers)
 
     @answers
     async def DropNamespace(self, request: pb.DropNamespaceRequest, context: Any) -> pb.DropNamespaceResponse:  # noqa: N802

@@ -12,6 +12,7 @@ little-endian bytes (uint32 unless said otherwise), keys as 32 bytes each. Block
     Lookup, Extend, Fetch, Report, Release   reading
     Reserve, Publish, Abort                  writing
     Acquire, Commit, Adopt, Observe          the device pool
+    Flush                                    the disk
     Heartbeat, Timings, Quiesced, Status, Check, Stop
 """
 
@@ -56,6 +57,7 @@ from kvstore.rpc.messages.device import (
     Committed,
     Observe,
 )
+from kvstore.rpc.messages.disk import Flush, Flushed
 from kvstore.rpc.messages.life import (
     Check,
     Done,
@@ -89,6 +91,8 @@ __all__ = [
     "Failed",
     "Fetch",
     "Fetched",
+    "Flush",
+    "Flushed",
     "Found",
     "Heartbeat",
     "Layout",
@@ -151,6 +155,7 @@ Request = (
     | Quiesced
     | Status
     | Check
+    | Flush
     | Stop
 )
 Reply = (
@@ -165,6 +170,7 @@ Reply = (
     | Acquired
     | Committed
     | StatusReport
+    | Flushed
     | Quieted
     | Done
     | Failed

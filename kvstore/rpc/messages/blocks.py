@@ -58,9 +58,11 @@ class Found(Message, tag="found", frozen=True):
         gap_stop: [known, gap_stop) was not asked about; send those keys with Extend if it is wider than 1.
         digest: `keys_digest` of the matched keys; the client compares it with its own.
         load: [start, stop) that the plan wants loaded.
-        runs: slots of `load` in chain order, packed (`_native.pack_slots`). Empty in the answer to a Lookup
-            after which an Extend is due: known == blocks and gap_stop > known.
-        spans: [tier, start, stop] each.
+        runs: slots of the leading part of `load` that is on HOST, packed (`_native.pack_slots`): of all
+            blocks before the first that a span puts on a tier below HOST; those follow with Fetch. They stay
+            where they are until the lease ends. Empty in the answer to a Lookup after which an Extend is due:
+            known == blocks and gap_stop > known.
+        spans: [tier, start, stop] each, ascending.
         reason: why the plan is what it is, one sentence.
         busy: nothing can be granted now, for this reason.
     """
@@ -79,7 +81,11 @@ class Found(Message, tag="found", frozen=True):
 
 
 class Fetch(Message, tag="fetch", frozen=True):
-    """Bring blocks [start, stop) of a lease to where the engine can copy them. Reply: Fetched."""
+    """Bring blocks [start, stop) of a lease to where the engine can copy them. Reply: Fetched.
+
+    One at a time for a lease, and none after one that the disk has stalled. It ends with its lease, and is
+    never cancelled by itself: whoever does not want the rest releases the lease.
+    """
 
     lease: int
     start: int
@@ -87,14 +93,27 @@ class Fetch(Message, tag="fetch", frozen=True):
 
 
 class Fetched(Message, tag="fetched", frozen=True):
-    """[start, ready) can be copied now, from these runs; the rest follows as Progress notices."""
+    """[start, ready) can be copied now, from these runs; the rest follows as Progress notices.
+
+    `ready` == the `stop` that was asked for: that was all, no notice follows. Otherwise at least one does;
+    only one that ends the fetch at this same `ready` may come before this reply.
+    """
 
     ready: int
     runs: bytes
 
 
 class Progress(Message, tag="progress", frozen=True):
-    """Notice (id 0): more blocks of a fetch can be copied. `ready` == `stop` ends the fetch."""
+    """Notice (id 0): how far a fetch has come, in chain order.
+
+    Attributes:
+        lease: whose fetch.
+        ready: blocks before this one can be copied; never less than before.
+        stop: where the fetch will end. Lower than before when something is in the way: a block that is bad
+            or gone, a disk that stalls, no room on HOST. `ready` == `stop` ends the fetch; what was named so
+            far is good.
+        runs: slots of the blocks from the last `ready` on, packed.
+    """
 
     lease: int
     ready: int

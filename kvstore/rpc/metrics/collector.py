@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvstore.meters import TTFT_BOUNDS_S, Histogram
 from kvstore.rpc.metrics.families import COUNTERS, GAUGES, Row, Sources
+from kvstore.rpc.metrics.nvme_families import NVME_COUNTERS, NVME_GAUGES
 
 __all__ = ["Page", "StoreCollector"]
 
@@ -25,10 +26,10 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Families with their samples, counters first."""
-        for counter in COUNTERS:
+        for counter in (*COUNTERS, *NVME_COUNTERS):
             family = CounterMetricFamily(counter.name, counter.help, labels=counter.labels)
             yield _filled(family, counter.rows(self._sources))
-        for gauge in GAUGES:
+        for gauge in (*GAUGES, *NVME_GAUGES):
             yield _filled(
                 GaugeMetricFamily(gauge.name, gauge.help, labels=gauge.labels), gauge.rows(self._sources)
             )

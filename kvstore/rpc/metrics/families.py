@@ -19,6 +19,7 @@ from kvstore.rpc.metrics.lag import LoopLag
 from kvstore.rpc.request_log import RequestLog
 from kvstore.status import quarantined
 from kvstore.store import Store
+from kvstore.tiers.nvme import NvmeTier
 
 __all__ = ["COUNTERS", "GAUGES", "Metric", "Row", "Sources"]
 
@@ -118,6 +119,13 @@ def _evicted(sources: Sources) -> Iterator[Row]:
         yield Row((name, "HOST", "room"), group.host.dropped.get("evicted", 0))
         yield Row((name, "GPU", "room"), counters.device_removed_blocks)
         yield Row((name, "GPU", "engine_gone"), counters.device_closed_blocks)
+
+
+def _corrupt(sources: Sources) -> Iterator[Row]:
+    for name, group in sources.store.groups.items():
+        yield Row((name, "HOST"), group.host.corrupt_blocks)
+        if isinstance(group.nvme, NvmeTier):
+            yield Row((name, "NVME"), group.nvme.counters.corrupt)
 
 
 DROP_REASONS = ("no_room", "orphaned", "lost", "rot")
@@ -244,9 +252,9 @@ COUNTERS = (
     ),
     Metric(
         "kvstore_corrupt_blocks",
-        "Blocks whose bytes no longer matched their sums; dropped, never served.",
-        GROUP,
-        _by_group(lambda g: g.host.corrupt_blocks),
+        "Blocks whose bytes no longer matched their sums, by the tier that held them; dropped, never served.",
+        ("group", "tier"),
+        _corrupt,
     ),
     Metric(
         "kvstore_revoked_leases",

@@ -1,0 +1,331 @@
+// Who leaves the disk: one segment at a time gives up what nobody uses, and hands on the rest.
+//
+//   mark     what lies on the chain of a pinned node (a pin is no use: who writes a block pins it, too)
+//   choose   records not used since they were written die, with all below them; the others are candidates
+//   trim     candidates beyond the budget die as well, least recently used first
+//   copy     those that are left are ordered to be written again
+//   wait     until the mover has written them
+//   sync     until they are on the medium
+//   end      nodes go on with the new records; when nobody reads the old ones, the segment is FREE
+//
+// Up to and including copy, a pump() does a slice of it.
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "disk_pool.h"
+
+namespace kv {
+
+namespace {
+
+constexpr std::size_t kMovesPerJob = 64;
+// More of a segment is never moved, pinned or not: an evacuation that frees next to nothing would be followed by
+// the next one, and so on for ever.
+constexpr double kMovedShareMax = 0.5;
+
+}  // namespace
+
+bool DiskPool::wants_evacuation() const noexcept {
+  if (evacuation_ || stopped_) return false;
+  return (spares() < spare_target() && !can_create()) || readable_ + writing_ > options_.records_max;
+}
+
+// The oldest one that nobody reads.
+std::uint32_t DiskPool::victim() const noexcept {
+  std::uint32_t found = kNone;
+  for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kSealed)]) {
+    const DiskSegment& s = segments_[segment];
+    if (!s.passed_over && s.idle() && (found == kNone || s.age < segments_[found].age)) found = segment;
+  }
+  return found;
+}
+
+void DiskPool::begin_evacuation() {
+  if (std::exchange(pins_ended_, false))
+    for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kSealed)])
+      if (segments_[segment].failures == 0) segments_[segment].passed_over = false;
+  const std::uint32_t segment = victim();
+  stuck_ = segment == kNone;
+  if (stuck_) return;
+  Evacuation evacuation;
+  evacuation.segment = segment;
+  evacuation.marks = Zeroed<std::uint64_t>((index_.ids() + 63) / 64);
+  index_.each_pinned([&](NodeId node) { evacuation.pinned.push_back(node); });
+  evacuation_ = std::move(evacuation);
+  move(segment, SegmentState::kEvacuating);
+}
+
+// True when this slice is over and the next one has something to do.
+bool DiskPool::step_evacuation() {
+  using enum Evacuation::Phase;
+  Evacuation& e = *evacuation_;
+  std::size_t steps = options_.slice;
+  if (e.phase == kMark) mark_pinned(steps);
+  if (e.phase == kChoose) choose(steps);
+  if (e.phase == kTrim) trim(steps);
+  if (e.phase == kCopy) copy(steps);
+  if (e.phase == kWait && e.open == 0) sync_moves();
+  const auto reached = [&](const auto& sync) { return segments_[sync.first].done >= sync.second; };
+  if (e.phase == kSync && std::all_of(e.syncs.begin(), e.syncs.end(), reached)) switch_over();
+  if (e.phase == kEnd) {
+    end_evacuation();
+    return !evacuation_ && wants_evacuation();
+  }
+  return steps == 0;
+}
+
+// ---- who stays -------------------------------------------------------------------------------------------
+
+bool DiskPool::marked(NodeId node) const noexcept {
+  const Zeroed<std::uint64_t>& marks = evacuation_->marks;
+  return node / 64 < marks.size() && (marks[node / 64] >> (node % 64) & 1) != 0;
+}
+
+// Marks everything present at and above a pinned node; how many steps that took.
+std::size_t DiskPool::mark(NodeId pinned) noexcept {
+  Zeroed<std::uint64_t>& marks = evacuation_->marks;
+  std::size_t steps = 1;
+  for (NodeId node = nodes_.deepest_present(pinned); node != kNone && !marked(node); node = index_.node(node).parent) {
+    // A node that is younger than the evacuation lies in a younger segment, but not all above it does.
+    if (node / 64 < marks.size()) marks[node / 64] |= std::uint64_t{1} << (node % 64);
+    ++steps;
+  }
+  return steps;
+}
+
+void DiskPool::mark_pinned(std::size_t& steps) {
+  Evacuation& e = *evacuation_;
+  while (!e.pinned.empty()) {
+    if (steps == 0) return;
+    const NodeId node = e.pinned.back();
+    e.pinned.pop_back();
+    if (index_.live(node) && index_.node(node).pins > 0) steps -= std::min(steps, mark(node));
+  }
+  e.phase = Evacuation::Phase::kChoose;
+}
+
+void DiskPool::pinned(NodeId node) {
+  if (evacuation_) mark(node);
+}
+
+// What kept a segment from being evacuated may have ended.
+void DiskPool::unpinned(NodeId) {
+  pins_ended_ = true;
+  if (std::exchange(stuck_, false)) again();
+}
+
+void DiskPool::choose(std::size_t& steps) {
+  Evacuation& e = *evacuation_;
+  const DiskSegment& segment = segments_[e.segment];
+  for (; e.at < segment.records.size(); ++e.at) {
+    if (steps == 0) return;
+    const NodeId node = segment.records[e.at].node;
+    const bool stays = node != kNone && (nodes_[node].stamp > segment.age || marked(node));
+    if (stays) e.chosen.push_back(e.at);
+    if (stays || node == kNone)
+      --steps;
+    else if (!kill_tree(node, dropped_.evicted, steps))
+      return;
+  }
+  e.at = 0;
+  split_by_budget();
+  e.phase = Evacuation::Phase::kTrim;
+}
+
+// Pinned ones first, then the most recently used. What is above a block comes before it, so what stays has its parents.
+// With too many pinned ones the segment stays as it is, and so do the others.
+void DiskPool::split_by_budget() {
+  Evacuation& e = *evacuation_;
+  const DiskSegment& segment = segments_[e.segment];
+  std::erase_if(e.chosen, [&](std::uint32_t i) { return segment.records[i].node == kNone; });
+  const auto rank = [&](std::uint32_t i) {
+    const NodeId node = segment.records[i].node;
+    return std::tuple(!marked(node), ~nodes_[node].stamp, index_.node(node).depth);
+  };
+  std::sort(e.chosen.begin(), e.chosen.end(), [&](std::uint32_t a, std::uint32_t b) { return rank(a) < rank(b); });
+  const auto whole = static_cast<double>(std::size_t{segment.pages} * kPageBytes);
+  double bytes = 0;
+  std::size_t stay = 0;
+  for (; stay < e.chosen.size(); ++stay) {
+    const DiskRecord& r = segment.records[e.chosen[stay]];
+    bytes += static_cast<double>(formats_[r.format].slot_bytes() + kPageBytes);
+    if (!marked(r.node) && bytes > options_.reinsert_share * whole) break;
+    if (marked(r.node) && bytes > std::max(options_.reinsert_share, kMovedShareMax) * whole) {
+      e.keep = true;
+      e.chosen.clear();
+      return;
+    }
+  }
+  const auto middle = e.chosen.begin() + static_cast<std::ptrdiff_t>(stay);
+  e.over.assign(middle, e.chosen.end());
+  e.chosen.erase(middle, e.chosen.end());
+  // As they lie: neighbours travel together, and stay neighbours.
+  std::sort(e.chosen.begin(), e.chosen.end(),
+            [&](std::uint32_t a, std::uint32_t b) { return segment.records[a].page < segment.records[b].page; });
+}
+
+void DiskPool::trim(std::size_t& steps) {
+  Evacuation& e = *evacuation_;
+  while (!e.over.empty()) {
+    if (steps == 0) return;
+    const std::uint32_t at = e.over.back();
+    const NodeId node = segments_[e.segment].records[at].node;
+    const bool stays = node != kNone && marked(node);  // pinned since the choice
+    if (stays) e.chosen.push_back(at);
+    if (stays || node == kNone)
+      --steps;
+    else if (!kill_tree(node, dropped_.over_budget, steps))
+      return;
+    e.over.pop_back();
+  }
+  e.phase = Evacuation::Phase::kCopy;
+}
+
+// ---- what stays is written again -------------------------------------------------------------------------
+
+void DiskPool::copy(std::size_t& steps) {
+  Evacuation& e = *evacuation_;
+  bool more = true;
+  while (more && e.at < e.chosen.size() && steps > 0) {
+    if (stopped_ || crowded()) {
+      if (stopped_) {
+        e.keep = true;
+        e.at = static_cast<std::uint32_t>(e.chosen.size());
+      }
+      break;
+    }
+    std::vector<RelocateOrder> orders;
+    const std::size_t first = e.moves.size();
+    while (more && e.at < e.chosen.size() && orders.size() < kMovesPerJob && steps > 0)
+      more = copy_one(e.chosen[e.at], orders, steps);
+    if (orders.empty()) continue;
+    Work work;
+    work.kind = Work::Kind::kMoves;
+    work.first = first;
+    works_.emplace(mover_->relocate(std::move(orders)), work);
+  }
+  if (e.at == e.chosen.size()) e.phase = Evacuation::Phase::kWait;
+}
+
+// False: there is no room now, but there will be.
+bool DiskPool::copy_one(std::uint32_t from, std::vector<RelocateOrder>& orders, std::size_t& steps) {
+  Evacuation& e = *evacuation_;
+  const RecordRef old{e.segment, from};
+  const NodeId node = record(old).node;
+  if (node == kNone) {
+    --steps;
+    ++e.at;
+    return true;
+  }
+  const RecordAt source = place_of(old);
+  const std::uint32_t pages = kHeaderPages + static_cast<std::uint32_t>(source.format.slot_bytes() / kPageBytes);
+  const std::uint32_t segment = fits(pages) ? allocate(pages, For::kMove) : kNone;
+  if (segment == kNone) {
+    if (spares() > 0 && fits(pages)) return false;
+    const bool stays = marked(node) && fits(pages);  // where it is, and the segment as well
+    e.keep |= stays;
+    if (stays) --steps;
+    if (stays || kill_tree(node, dropped_.over_budget, steps)) ++e.at;
+    return true;
+  }
+  --steps;
+  DiskRecord copy = record(old);
+  copy.copy = true;
+  const RecordRef to = append(segment, copy);
+  ++segments_[e.segment].readers;
+  ++e.open;
+  e.moves.push_back({from, to, false});
+  const Key& root = index_.node(index_.root_of(node)).key;
+  orders.push_back({source, fd(segment), record(to).page, header_of(node, root, to)});
+  ++e.at;
+  return true;
+}
+
+void DiskPool::took_moves(std::size_t first, const Notice& notice) {
+  for (std::size_t i = 0; i < notice.statuses.size(); ++i)
+    moved(evacuation_->moves[first + notice.first + i], notice.statuses[i], notice.error);
+}
+
+void DiskPool::moved(Move& move, MoveStatus status, int error) {
+  Evacuation& e = *evacuation_;
+  DiskSegment& from = segments_[e.segment];
+  DiskSegment& to = segments_[move.to.segment];
+  --e.open;
+  --from.readers;
+  --to.writing;
+  to.dirty = true;
+  move.ok = status == MoveStatus::kOk;
+  const NodeId node = from.records[move.from].node;
+  if (!move.ok) release(move.to);
+  if (node != kNone && status == MoveStatus::kCorrupt) lose(node, dropped_.rot);
+  if (node != kNone && (status == MoveStatus::kError || status == MoveStatus::kDropped)) {
+    // The disk may have refused to read or to write. Once more, after resume(); then it is lost.
+    if (status == MoveStatus::kError && from.failures > 0) {
+      lose(node, dropped_.lost);
+    } else {
+      e.keep = true;
+      e.failed |= status == MoveStatus::kError;
+      if (!stopped_) fail(error != 0 ? error : ECANCELED);
+      stopped_ = true;
+    }
+  }
+  if (to.writing == 0) advance(move.to.segment);
+}
+
+void DiskPool::sync_moves() {
+  Evacuation& e = *evacuation_;
+  e.phase = Evacuation::Phase::kSync;
+  for (Move& move : e.moves) {
+    const std::uint32_t s = move.to.segment;
+    if (!move.ok) continue;
+    if (segments_[s].state == SegmentState::kBroken && !segments_[s].synced()) {
+      move.ok = false;
+      e.keep = true;
+    } else if (e.syncs.empty() || e.syncs.back().first != s) {
+      e.syncs.emplace_back(s, segments_[s].want_sync());
+      sync_if_wanted(s);
+    }
+  }
+}
+
+void DiskPool::switch_over() {
+  Evacuation& e = *evacuation_;
+  e.phase = Evacuation::Phase::kEnd;
+  for (const Move& move : e.moves) {
+    const RecordRef old{e.segment, move.from};
+    const NodeId node = record(old).node;
+    DiskRecord& copy = record(move.to);
+    if (copy.node == kNone) continue;
+    if (!move.ok || node == kNone) {  // it died meanwhile
+      release(move.to);
+      continue;
+    }
+    copy.copy = false;
+    nodes_.place(node, move.to, OnDisk::kReadable);
+    nodes_.raise(node, segments_[move.to.segment].age);
+    ++dropped_.reinserted;
+    dropped_.reinserted_bytes += formats_[copy.format].slot_bytes();
+    release(old);
+  }
+  e.moves.clear();
+}
+
+void DiskPool::end_evacuation() {
+  Evacuation& e = *evacuation_;
+  DiskSegment& segment = segments_[e.segment];
+  if (e.keep) {
+    segment.passed_over = true;
+    segment.failures += e.failed;
+    move(e.segment, SegmentState::kSealed);
+    if (segment.live == 0) emptied_.push_back(e.segment);
+    evacuation_.reset();
+  } else if (segment.idle()) {
+    move(e.segment, SegmentState::kFree);
+    evacuation_.reset();
+  }
+}
+
+}  // namespace kv

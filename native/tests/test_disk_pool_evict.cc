@@ -1,0 +1,315 @@
+// Who leaves the disk when it is full: oldest segments first, but not what is used, and never more than fits.
+#include <cerrno>
+#include <utility>
+
+#include "disk_pool_kit.h"
+
+using namespace kv;
+using test::kBlock;
+using test::key_of;
+using test::Outcome;
+using test::Rig;
+using test::RigOptions;
+using test::TempDir;
+
+namespace {
+
+constexpr std::size_t kPerSegment = 84;  // 1 + 84 * 3 + 3 = 256 pages: header, records, footer
+
+RigOptions small(std::size_t segments) {
+  RigOptions options;
+  options.segments = segments;
+  return options;
+}
+
+// One chain of its own per segment, the first block of the i-th named 1000 * (i + 1).
+std::vector<std::vector<NodeId>> fill(Rig& rig, std::size_t segments, std::uint64_t first = 1000) {
+  std::vector<std::vector<NodeId>> chains;
+  for (std::size_t i = 0; i < segments; ++i) {
+    chains.push_back(rig.save(rig.root(), first + 1000 * i, kPerSegment));
+    rig.settle();
+  }
+  return chains;
+}
+
+std::size_t held_bytes(const Rig& rig) { return rig.pool->counts().file_bytes; }
+
+}  // namespace
+
+TEST_CASE("disk pool evict: what nobody used leaves in the order in which it came") {
+  TempDir dir;
+  Rig rig(dir.path(), small(6));
+  fill(rig, 12);
+  CHECK(held_bytes(rig) == 6 * test::kSmallSegment);
+  CHECK(rig.pool->counts().records == 4 * kPerSegment);  // two are spare
+  for (std::uint64_t i = 0; i < 8; ++i) CHECK(rig.node(1000 * (i + 1)) == kNone);
+  for (std::uint64_t i = 8; i < 12; ++i) CHECK(rig.holds(1000 * (i + 1) + kPerSegment - 1));
+  const DiskDropped dropped = rig.pool->take_dropped();
+  CHECK(dropped.evicted == 8 * kPerSegment);
+  CHECK(dropped.reinserted == 0);
+  CHECK(dropped.over_budget == 0);
+  CHECK(rig.pool->take_removed().size() == 8 * kPerSegment);
+}
+
+TEST_CASE("disk pool evict: a used block stays, with all above it, and is right; what is below it leaves") {
+  TempDir dir;
+  Rig rig(dir.path(), small(6));
+  const auto chains = fill(rig, 4);
+  const std::vector<NodeId> used(chains[0].begin(), chains[0].begin() + 10);
+  rig.pool->touch(std::span(used).last(1));  // a part of the chain is enough
+  fill(rig, 3, 20000);
+  CHECK(rig.readable(used) == 10);
+  CHECK(rig.node(1000 + 10) == kNone);
+  CHECK(rig.read(used).ok == used);
+  DiskDropped dropped = rig.pool->take_dropped();
+  CHECK(dropped.reinserted == 10);
+  CHECK(dropped.reinserted_bytes == 10 * kBlock.slot_bytes());
+  CHECK(dropped.over_budget == 0);
+  CHECK(rig.pool->take_removed().size() == dropped.evicted);
+  // Moved once, and not used since: it leaves when its turn comes again.
+  fill(rig, 8, 40000);
+  CHECK(rig.node(1000) == kNone);
+}
+
+TEST_CASE("disk pool evict: a save below a block is a use of it") {
+  TempDir dir;
+  Rig rig(dir.path(), small(6));
+  const auto first = rig.save(rig.root(), 1, 5);
+  fill(rig, 3);
+  rig.save(first[4], 6, 5);
+  fill(rig, 2, 20000);
+  CHECK(rig.holds(5));
+  CHECK(rig.holds(10));
+}
+
+TEST_CASE("disk pool evict: beyond reinsert_share the least recently used leave, with all below them") {
+  TempDir dir;
+  RigOptions options = small(6);
+  options.pool.reinsert_share = 0.25;  // 21 records of 3 pages
+  Rig rig(dir.path(), options);
+  std::vector<std::vector<NodeId>> chains;
+  for (std::uint64_t i = 0; i < 8; ++i) chains.push_back(rig.save(rig.root(), 100 * (i + 1), 10));
+  rig.settle();
+  fill(rig, 1);
+  for (const auto& chain : chains) rig.pool->touch(chain);
+  fill(rig, 1, 3000);
+  rig.pool->touch(chains[5]);
+  rig.pool->touch(chains[2]);
+  const auto tail = rig.save(chains[7][9], 900, 3);  // a use, and in a newer segment
+  DiskDropped dropped;
+  for (std::uint64_t first = 20000; dropped.reinserted == 0 && first < 60000; first += 1000) {
+    rig.save(rig.root(), first, 10);
+    rig.settle();
+    dropped = rig.pool->take_dropped();
+  }
+  CHECK(dropped.reinserted == 21);
+  CHECK(dropped.over_budget == 59 + 3 + kPerSegment);  // a chain that begins here goes on in the next segment
+  CHECK(rig.readable(chains[5]) + rig.readable(chains[2]) == 20);
+  CHECK(rig.readable(chains[7]) == 1);  // its head; the rest goes with all below it
+  CHECK(rig.readable(tail) == 0);
+  CHECK(rig.readable(chains[0]) == 0);
+}
+
+TEST_CASE("disk pool evict: pinned chains stay beyond the budget, but a segment full of them stays as it is") {
+  TempDir dir;
+  RigOptions options = small(6);
+  options.pool.reinsert_share = 0.1;
+  Rig rig(dir.path(), options);
+  const auto chains = fill(rig, 4);
+  rig.index.pin(chains[0][29]);  // 36 %
+  rig.index.pin(chains[1][79]);  // 96 %
+  for (std::uint64_t first = 20000; first < 26000; first += 1000) {
+    fill(rig, 1, first);
+    CHECK(rig.readable(chains[0]) == 30);  // moved whenever its turn comes
+    CHECK(rig.readable(chains[1]) == 80);  // where it was
+    CHECK(rig.holds(first));
+  }
+  CHECK(rig.pool->take_dropped().reinserted >= 30);
+  rig.index.unpin(chains[1][79]);
+  fill(rig, 2, 30000);
+  CHECK(rig.node(2000) == kNone);
+  rig.index.unpin(chains[0][29]);
+}
+
+TEST_CASE("disk pool evict: full of pinned blocks it takes nothing, and goes on when they are let go") {
+  TempDir dir;
+  Rig rig(dir.path(), small(4));
+  std::vector<NodeId> pins;
+  for (std::uint64_t i = 0; i < 5; ++i) {
+    const auto nodes = rig.chain(rig.root(), 1000 * (i + 1), kPerSegment);
+    pins.push_back(nodes.back());
+    rig.write(nodes, kBlock, 0.1);
+    rig.settle();
+  }
+  const std::size_t full = rig.pool->counts().records;
+  CHECK(full >= 2 * kPerSegment);
+  CHECK(rig.pool->take_dropped().evicted == 0);
+  const auto more = rig.chain(rig.root(), 50000, 20);
+  CHECK_FALSE(rig.write(more, kBlock, 0.05).last);
+  for (NodeId pin : pins) rig.index.unpin(pin);
+  rig.check();
+  CHECK(rig.write(more).last);
+  CHECK(rig.readable(more) == 20);
+}
+
+TEST_CASE("disk pool evict: a segment that is read is passed over") {
+  TempDir dir;
+  Rig rig(dir.path(), small(5));
+  const auto chains = fill(rig, 3);
+  rig.faults->hold(DiskOp::kRead);
+  std::vector<SlotId> slots;
+  for (int i = 0; i < 4; ++i) slots.push_back(rig.take_slot());
+  const std::vector<NodeId> some(chains[0].begin(), chains[0].begin() + 4);
+  const std::uint64_t job = rig.pool->read(some, slots, kBlock);
+  for (std::uint64_t first = 20000; first < 23000; first += 1000) {
+    rig.save(rig.root(), first, kPerSegment);
+    rig.drive([] { return false; }, 0.02);
+  }
+  CHECK(rig.readable(chains[0]) == kPerSegment);
+  CHECK(rig.node(2000) == kNone);
+  rig.faults->release(DiskOp::kRead);
+  CHECK(rig.wait(job).ok == some);
+  fill(rig, 3, 30000);
+  CHECK(rig.node(1000) == kNone);
+}
+
+TEST_CASE("disk pool evict: what died meanwhile is not brought back by its copy") {
+  TempDir dir;
+  Rig rig(dir.path(), small(6));
+  const auto chains = fill(rig, 4);
+  rig.pool->touch(std::span(chains[0]).first(20));
+  rig.faults->hold(DiskOp::kRead);  // copies wait
+  rig.save(rig.root(), 20000, 20);
+  CHECK(rig.drive([&] { return rig.pool->counts().evacuating == 1 && rig.faults->held() > 0; }));
+  CHECK(rig.pool->forget(chains[0][10]));
+  rig.check();
+  CHECK(rig.pool->drop(chains[0][5]));
+  rig.check();
+  const auto again = rig.chain(chains[0][9], 1010, 1);  // the same block, saved anew while the old one is copied
+  CHECK(rig.write(again).ok == again);
+  rig.index.unpin(again[0]);
+  rig.faults->release(DiskOp::kRead);
+  rig.settle();
+  CHECK(rig.pool->counts().evacuating == 0);
+  CHECK(rig.holds(1009));
+  CHECK_FALSE(rig.readable(chains[0][5]));
+  CHECK(rig.holds(1010));
+  CHECK(rig.node(1011) == kNone);
+  std::vector<NodeId> left;
+  for (std::uint64_t name = 1000; name <= 1010; ++name)
+    if (rig.holds(name)) left.push_back(rig.node(name));
+  CHECK(left.size() == 10);
+  CHECK(rig.read(left).ok == left);
+}
+
+TEST_CASE("disk pool evict: rot in what should stay is a hole, and a disk that refuses keeps the segment") {
+  for (const bool refuses : {false, true}) {
+    CAPTURE(refuses);
+    TempDir dir;
+    Rig rig(dir.path(), small(6));
+    const auto chains = fill(rig, 4);
+    rig.pool->touch(std::span(chains[0]).first(20));
+    const DiskCounts before = rig.pool->counts();
+    CHECK(before.sealed >= 3);
+    FaultSpec spec;
+    (refuses ? spec.read_eio : spec.flip_read) = 1;
+    rig.faults->set(spec);
+    rig.save(rig.root(), 20000, kPerSegment);
+    rig.save(rig.root(), 21000, 10);
+    rig.settle();
+    rig.faults->set({});
+    const DiskDropped dropped = rig.pool->take_dropped();
+    if (!refuses) {
+      CHECK(dropped.rot > 0);
+      CHECK(dropped.rot + dropped.reinserted == 20);
+      CHECK(rig.readable(chains[0]) == dropped.reinserted);
+      continue;
+    }
+    CHECK(dropped.reinserted == 0);
+    CHECK_FALSE(rig.troubles.empty());
+    CHECK(rig.readable(chains[0]) == 20);
+    CHECK(rig.read({chains[0].begin(), chains[0].begin() + 20}).ok.size() == 20);
+    rig.pool->resume();
+    rig.settle();
+    CHECK(rig.pool->take_dropped().reinserted == 20);
+    CHECK(rig.readable(chains[0]) == 20);
+  }
+}
+
+TEST_CASE("disk pool evict: a sync that fails leaves the old records in their place") {
+  TempDir dir;
+  Rig rig(dir.path(), small(6));
+  const auto chains = fill(rig, 4);
+  rig.pool->touch(std::span(chains[0]).first(20));
+  rig.faults->hold(DiskOp::kRead);
+  rig.save(rig.root(), 20000, kPerSegment);
+  rig.save(rig.root(), 21000, 10);
+  CHECK(rig.flush() == 0);
+  CHECK(rig.drive([&] { return rig.pool->counts().evacuating == 1 && rig.faults->held() > 0; }));
+  rig.faults->fail(DiskOp::kSync, EIO);
+  rig.faults->release(DiskOp::kRead);
+  rig.settle();
+  CHECK(rig.pool->counts().broken == 1);
+  CHECK(rig.pool->counts().evacuating == 0);
+  CHECK(rig.readable(chains[0]) == 20);
+  CHECK(rig.pool->take_dropped().reinserted == 0);
+  rig.faults->fail(DiskOp::kSync, 0);
+  rig.pool->resume();
+  rig.settle();
+  CHECK(rig.pool->counts().broken == 0);
+  CHECK(rig.pool->take_dropped().reinserted == 20);
+  CHECK(rig.readable(chains[0]) == 20);
+  CHECK(rig.read({chains[0].begin(), chains[0].begin() + 20}).ok.size() == 20);
+}
+
+TEST_CASE("disk pool evict: more records than records_max is too many, whatever room there is") {
+  TempDir dir;
+  RigOptions options = small(12);
+  options.pool.records_max = 3 * kPerSegment;
+  Rig rig(dir.path(), options);
+  fill(rig, 8);
+  CHECK(rig.pool->counts().records <= 3 * kPerSegment);
+  CHECK(rig.pool->counts().records >= 2 * kPerSegment);
+  CHECK(rig.holds(8000));
+  CHECK(rig.pool->counts().file_bytes <= 8 * test::kSmallSegment);
+}
+
+TEST_CASE("disk pool evict: a segment in which nothing lives is used again at once") {
+  TempDir dir;
+  Rig rig(dir.path(), small(6));
+  const auto chains = fill(rig, 4);
+  const std::size_t free = rig.pool->counts().free;
+  rig.pool->forget(chains[1][0]);
+  rig.pool->forget(chains[2][0]);
+  rig.settle();
+  CHECK(rig.pool->counts().free == free + 2);
+  CHECK(rig.pool->take_dropped().evicted == 0);
+}
+
+TEST_CASE("disk pool evict: in slices of any size it comes to the same end") {
+  std::vector<std::size_t> records, reinserted, over;
+  for (const std::size_t slice : {std::size_t{1}, std::size_t{7}, std::size_t{8192}}) {
+    TempDir dir;
+    RigOptions options = small(6);
+    options.pool.slice = slice;
+    options.check = slice > 1;
+    Rig rig(dir.path(), options);
+    const auto chains = fill(rig, 4);
+    const auto pinned = rig.chain(chains[0][20], 5000, 100);  // 100 of them are not on the disk
+    rig.pool->touch(std::span(chains[1]).first(40));          // more than the budget
+    rig.pool->touch(std::span(chains[2]).first(3));
+    fill(rig, 3, 20000);
+    records.push_back(rig.pool->counts().records);
+    const DiskDropped dropped = rig.pool->take_dropped();
+    reinserted.push_back(dropped.reinserted);
+    over.push_back(dropped.over_budget);
+    CHECK(rig.readable(chains[0]) == 21);
+    CHECK(rig.readable(chains[1]) == 21);
+    CHECK(rig.readable(chains[2]) == 3);
+    rig.check();
+    rig.index.unpin(pinned.back());
+  }
+  CHECK(records == std::vector<std::size_t>(3, records[0]));
+  CHECK(reinserted == std::vector<std::size_t>(3, 45));
+  CHECK(over == std::vector<std::size_t>(3, 19));
+}
