@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from kvstore._native import NONE
 from kvstore.callers import Engine
+from kvstore.errors import Unavailable
 from kvstore.group import Group
+from kvstore.small_files import write_atomic
 from kvstore.store import Store
 from kvstore.tiers.gpu import OwnedPool
+from kvstore.tiers.nvme import NvmeTier
 from kvstore.types import Reuse
 
 __all__ = ["Dropped", "drop_namespace"]
@@ -50,6 +53,7 @@ async def drop_namespace(store: Store, digest: bytes, tenant: str = "") -> Dropp
 
     Raises:
         Refused: the tenant is not configured.
+        Unavailable: blocks on the disk would come back with a restart.
     """
     names = [tenant] if tenant else store.tenants.names()
     roots: dict[str, set[int]] = {}
@@ -83,12 +87,25 @@ async def _drop_on_host(group: Group, roots: set[int], dropped: Dropped) -> None
 
 
 async def _drop_on_disk(group: Group, roots: set[int], dropped: Dropped) -> None:
+    nvme = group.nvme
+    if not isinstance(nvme, NvmeTier):
+        return
+    keys = [group.index.keys(np.array([root], np.uint32)).tobytes() for root in roots]
+    mark = nvme.mark()  # first: what is saved from now on is not meant
+
     def drop(nodes: NDArray[np.uint32]) -> None:
-        dropped.nvme += group.nvme.drop(nodes, REASON)
+        dropped.nvme += nvme.drop(nodes, REASON)
         group.record_changes()
 
-    for nodes in group.nvme.nodes_in_parts():
-        await _in_slices(group, roots, nodes, group.nvme.readable, drop)
+    for nodes in nvme.nodes_in_parts():
+        await _in_slices(group, roots, nodes, nvme.readable, drop)
+    try:
+        await write_atomic(*nvme.dropped_file(keys, mark))
+    except OSError as error:
+        raise Unavailable(
+            f"dropped, but that could not be written down ({error.strerror}): a restart brings blocks on the "
+            "disk back; make room in nvme.directory and drop again"
+        ) from None
 
 
 async def _drop_on_devices(group: Group, roots: set[int], dropped: Dropped) -> None:

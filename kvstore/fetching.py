@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from kvstore._native import SlotFormat
 from kvstore.errors import BadRequest, NotFound
 from kvstore.leases import Lease, LeaseState
@@ -91,8 +93,8 @@ class Fetches:
             return fetching
         if not isinstance(self._nvme, NvmeTier):
             raise NotFound(f"fetch: block {fetching.ready} is not on HOST any more; compute from there on")
-        if fetching.ready == start and start > self._host.leading(lease.nodes[:start]):
-            raise BadRequest(f"fetch.start: the blocks before {start} are not on HOST; fetch them first")
+        if fetching.ready == start > 0 and not self._continues(int(lease.nodes[start - 1])):
+            raise BadRequest(f"fetch.start: block {start - 1} is neither on HOST nor on NVME; start earlier")
         if lease.state is not LeaseState.FETCHING:
             lease.move(LeaseState.FETCHING)
         first = fetching.ready
@@ -106,6 +108,10 @@ class Fetches:
         self._running[lease.id] = (fetching, promotion, on_progress)
         self._follow(fetching, promotion, first)
         return fetching
+
+    def _continues(self, node: int) -> bool:
+        """Whether a block may be published behind this one."""
+        return self._host.holds(node) or bool(self._nvme.readable(np.array([node], np.uint32))[0])
 
     def _follow(self, fetching: Fetching, promotion: Promotion, first: int) -> None:
         lease = fetching.lease

@@ -26,6 +26,7 @@ from kvstore._native import (
     Survey,
 )
 from kvstore.config import Config
+from kvstore.disk_drops import DiskDrops
 from kvstore.errors import ConfigError, OutOfMemory
 from kvstore.keep.keeping import Keeping, KeptArena
 from kvstore.progress import READING, SEGMENTS, ShowProgress
@@ -57,6 +58,7 @@ class GroupMemory:
         adopted: what was taken over from the daemon before, None for a fresh arena.
         disk: records in segment files, None where no NVME tier is configured.
         directory: that holds them; held as long as the disk is used.
+        drops: what was dropped from the disk and must not come back.
         disk_error: errno of the first thing that the disk refused, 0 = nothing so far.
     """
 
@@ -68,6 +70,7 @@ class GroupMemory:
     disk: DiskPool | None = None
     directory: DiskDirectory | None = None
     disk_error: int = 0
+    drops: DiskDrops | None = None
 
 
 def open_memory(
@@ -211,6 +214,8 @@ def open_disk(
             faults=faults,
         )
         found = memory.disk.adopt(survey)
+        memory.drops = DiskDrops(path)
+        found["dropped"] = memory.drops.apply(memory.disk, memory.index)
         memory.disk.put_below(memory.host)
         making = None if progress is None else partial(_show, progress, name, SEGMENTS)
         memory.disk_error = _make_first(memory.disk, nvme.segment_bytes, making)
@@ -242,7 +247,7 @@ def _show(progress: ShowProgress, group: str, what: str, done: int, total: int) 
 
 
 def _make_first(disk: DiskPool, segment_bytes: int, progress: Callable[[int, int], None] | None) -> int:
-    """Wait until the first segments can be filled, so that the first saves find room; errno if the disk refuses."""
+    """Wait for the first segments, so that the first saves find room; errno if the disk refuses."""
     poll, deadline_s = select.poll(), time.monotonic() + _FIRST_SEGMENTS_S
     poll.register(disk.eventfd, select.POLLIN)
     while time.monotonic() < deadline_s:

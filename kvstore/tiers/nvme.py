@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import structlog
@@ -89,8 +90,10 @@ class NvmeTier:
     ) -> None:
         assert memory.disk is not None
         assert memory.directory is not None
+        assert memory.drops is not None
         self._disk: DiskPool = memory.disk
         self._directory = memory.directory
+        self._drops = memory.drops
         self._index = memory.index
         self._host = host
         self._clock = clock
@@ -309,8 +312,11 @@ class NvmeTier:
     # ---- what must not stay ------------------------------------------------------------------------------
 
     def drop(self, nodes: U32, reason: str) -> int:
-        """Good bytes that nobody wants any more, with all below them; how many of `nodes` had some."""
-        dropped = sum(self._disk.forget(node) for node in nodes.tolist())
+        """Good bytes that nobody wants any more, with all below them; how many blocks those were."""
+        before = self._disk.counts()["records"]
+        for node in nodes.tolist():
+            self._disk.forget(node)
+        dropped = before - self._disk.counts()["records"]
         self.counters.dropped[reason] += dropped
         return dropped
 
@@ -319,6 +325,15 @@ class NvmeTier:
         self.config = config
         self._offers.queue_bytes_max = self._queue_bytes_max()
         self.admission.set_budget(config.budget_bytes_per_day, self._clock.now())
+
+    def mark(self) -> tuple[int, int]:
+        """Where the log stands now, for `dropped_file`."""
+        return self._disk.mark
+
+    def dropped_file(self, roots: list[bytes], mark: tuple[int, int]) -> tuple[Path, bytes]:
+        """What must be written, and where, so that a restart does not bring back what these roots had before
+        `mark`."""
+        return self._drops.file(roots, mark, self._disk.oldest_sequence)
 
     def close(self, timeout_s: float) -> None:
         """Seal what is being filled, if the time allows; end every promotion."""

@@ -268,6 +268,18 @@ void bind_pool(nb::module_& m) {
       .def("resume", [](Self& self) { self.get().resume(); })
       .def("forget", [](Self& self, NodeId node) { return self.get().forget(node); }, "node"_a)
       .def("drop", [](Self& self, NodeId node) { return self.get().drop(node); }, "node"_a)
+      .def_prop_ro("mark",
+                   [](const Self& self) {
+                     const DiskPool::Mark mark = self.get().mark();
+                     return nb::make_tuple(mark.sequence, mark.page);
+                   })
+      .def_prop_ro("oldest_sequence", [](const Self& self) { return self.get().oldest_sequence(); })
+      .def(
+          "forget_before",
+          [](Self& self, NodeId root, std::uint64_t sequence, std::uint32_t page) {
+            return self.get().forget_before(root, {sequence, page});
+          },
+          "root"_a, "sequence"_a, "page"_a)
       .def("take_stored", [](Self& self) { return keys_result(self.get().take_stored()); })
       .def("take_removed", [](Self& self) { return keys_result(self.get().take_removed()); })
       .def("take_dropped", &pool_dropped)

@@ -177,6 +177,16 @@ class DiskPool final : public Place {
   // Bytes nobody wants any more, together with all below: O(what is there). False if there were none. They are gone
   // for good only when their segment is: see forget() of the store for what a restart may bring back.
   bool forget(NodeId node);
+  // Where the log stands: all records made so far lie before it, every later one at or behind it.
+  struct Mark {
+    std::uint64_t sequence = 0;  // of a segment
+    std::uint32_t page = 0;
+  };
+  Mark mark() const;
+  // Lower than it there is no record: marks below it have nothing more to say.
+  std::uint64_t oldest_sequence() const;
+  // After a restart: forgets what a root had before that mark. Returns how many were readable. O(records).
+  std::size_t forget_before(NodeId root, Mark mark);
   // Rot: this record alone.
   bool drop(NodeId node);
 

@@ -1,6 +1,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "engine.h"
 #include "mover_rig.h"
 
 using namespace kv;
@@ -328,6 +329,15 @@ TEST_CASE("mover: nothing is begun when any order is bad") {
   CHECK_THROWS_AS(Mover(open_threads(Mover::kDepthMin - 1, 1), rig.arena, {}), Invalid);
   CHECK_THROWS_AS(Mover(open_threads(8, 1), nullptr, {}), Invalid);
   CHECK_THROWS_AS(Mover(open_threads(8, 1), rig.arena, {.verify_threads = 0}), Invalid);
+}
+
+TEST_CASE("mover: jobs whose notices nobody takes are bounded") {
+  MoverRig rig;
+  for (std::size_t i = 0; i < Mover::kJobsMax; ++i) rig.mover->read({});
+  CHECK_THROWS_AS(rig.mover->read({}), Full);
+  CHECK(rig.mover->under_way() == 0);
+  CHECK(rig.mover->notices().size() == Mover::kJobsMax);
+  CHECK(MoverRig::count(rig.wait(rig.mover->sync(rig.file())), MoveStatus::kOk) == 1);
 }
 
 TEST_CASE("mover: close drops what waits, waits for the disk, and keeps the notices") {

@@ -76,7 +76,7 @@ NVME_COUNTERS = (
     ),
     Metric(
         "kvstore_nvme_given_up_blocks",
-        "Blocks that left the disk: evicted, over_budget (worth keeping, but not within the share that may be "
+        "Blocks that left the disk: evicted, over_budget (worth keeping, but beyond the share that may be "
         "written again), rot (bytes did not match their sums), lost (their write failed), namespace.",
         ("group", "reason"),
         _given_up,

@@ -1,0 +1,39 @@
+// What was dropped stays dropped: a record lies in its segment until that is recycled, and a restart would find it.
+#include <algorithm>
+
+#include "disk_pool.h"
+
+namespace kv {
+
+DiskPool::Mark DiskPool::mark() const {
+  Mark last;
+  for (const DiskSegment& s : segments_)
+    if (!s.records.empty() && s.sequence >= last.sequence) last = {s.sequence, s.next_page};
+  return last;
+}
+
+std::uint64_t DiskPool::oldest_sequence() const {
+  std::uint64_t oldest = sequence_ + 1;
+  for (const DiskSegment& s : segments_)
+    if (!s.records.empty()) oldest = std::min(oldest, s.sequence);
+  return oldest;
+}
+
+std::size_t DiskPool::forget_before(NodeId root, Mark mark) {
+  require_open();
+  index_.require(root, "root");
+  const std::size_t before = readable_;
+  for (const DiskSegment& s : segments_) {
+    if (s.sequence > mark.sequence) continue;
+    std::vector<NodeId> gone;  // what is forgotten takes all below it along, wherever that lies
+    for (const DiskRecord& r : s.records)
+      if (r.node != kNone && !r.copy && (s.sequence < mark.sequence || r.page < mark.page) &&
+          index_.root_of(r.node) == root)
+        gone.push_back(r.node);
+    for (NodeId node : gone)
+      if (index_.live(node)) forget(node);
+  }
+  return before - readable_;
+}
+
+}  // namespace kv
