@@ -84,13 +84,13 @@ class Fetches:
             )
         if lease.id in self._running:
             raise BadRequest("fetch: one of this lease is under way; wait for its end")
-        if lease.state is LeaseState.ABANDONED:
-            raise BadRequest("fetch: this lease's was abandoned because the disk stalled; look up again")
         fetching = Fetching(lease, start, stop, self._host, shape)
         fetching.ready += self._host.leading(lease.nodes[start:stop])
         if fetching.over:
             _pass_through(lease)
             return fetching
+        if lease.state is LeaseState.ABANDONED:
+            raise BadRequest("fetch: this lease's was abandoned because the disk stalled; look up again")
         if not isinstance(self._nvme, NvmeTier):
             raise NotFound(f"fetch: block {fetching.ready} is not on HOST any more; compute from there on")
         if fetching.ready == start > 0 and not self._continues(int(lease.nodes[start - 1])):
@@ -126,13 +126,18 @@ class Fetches:
                 lease.move(LeaseState.ABANDONED if promotion.stalled else LeaseState.DONE)
 
     def end(self, lease: Lease) -> None:
-        """Its lease ends: nobody waits for the rest."""
+        """Its lease ends, by release or by revocation: whoever waits for the rest hears that it will not come."""
         running = self._running.pop(lease.id, None)
-        if running is not None and isinstance(self._nvme, NvmeTier):
-            self._nvme.give_up(running[1], "its lease has ended")
+        if running is None or not isinstance(self._nvme, NvmeTier):
+            return
+        fetching, promotion, on_progress = running
+        self._nvme.give_up(promotion, "its lease has ended")
+        fetching.stop, fetching.reason = fetching.ready, promotion.reason
+        on_progress(fetching)
 
 
 def _pass_through(lease: Lease) -> None:
     if lease.state in (LeaseState.GRANTED, LeaseState.DONE):
         lease.move(LeaseState.FETCHING)
-    lease.move(LeaseState.DONE)
+    if lease.state is LeaseState.FETCHING:
+        lease.move(LeaseState.DONE)

@@ -175,7 +175,7 @@ class Client(Face):
         self._check()
         writing.check_range(chain, start, stop)
         source = as_blocks(self._core, blocks, stop - start)
-        return Save(self._threads, writing.save(self._core, chain, start, stop, source))
+        return Save(self._threads, writing.save(self._core, chain, start, stop, source), chain.root)
 
     def reserve(self, chain: KeyChain, start: int, stop: int) -> Reservation:
         """First half of a save by several ranks: slots that every rank then writes its part of (`write`)."""

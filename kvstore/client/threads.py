@@ -176,7 +176,29 @@ class Pending(Generic[T]):
 
 
 class Save(Pending[SaveResult]):
-    """A save under way. The device blocks must hold the bytes until it is done."""
+    """A save under way. The device blocks must hold the bytes until it is done.
+
+    Saves under one root are published in the order in which they began, whichever is asked for first: a block
+    whose parent is not readable yet would be dropped.
+
+    Args:
+        root: of its chain, b"" = it waits for no other.
+    """
+
+    def __init__(self, driver: Threads, op: Op[SaveResult], root: bytes = b"") -> None:
+        self._root: bytes = root
+        saves = [pending for pending in list(driver.active) if isinstance(pending, Save)]
+        self._before = [save for save in saves if root and save._root == root]
+        super().__init__(driver, op)
+
+    def _attempt(self, effect: Effect, until: float) -> Outcome:
+        if isinstance(effect, Job):  # what follows its end is to publish
+            now = self._driver.core.setup.clock.now
+            while self._before:
+                if self._before[-1]._advance(max(0.0, until - now())) is None:
+                    return None
+                self._before.pop()
+        return super()._attempt(effect, until)
 
 
 class Load(Pending[LoadResult]):

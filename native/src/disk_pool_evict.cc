@@ -85,7 +85,7 @@ bool DiskPool::marked(NodeId node) const noexcept {
 }
 
 // Marks everything present at and above a pinned node; how many steps that took.
-std::size_t DiskPool::mark(NodeId pinned) noexcept {
+std::size_t DiskPool::mark_chain(NodeId pinned) noexcept {
   Zeroed<std::uint64_t>& marks = evacuation_->marks;
   std::size_t steps = 1;
   for (NodeId node = nodes_.deepest_present(pinned); node != kNone && !marked(node); node = index_.node(node).parent) {
@@ -102,13 +102,13 @@ void DiskPool::mark_pinned(std::size_t& steps) {
     if (steps == 0) return;
     const NodeId node = e.pinned.back();
     e.pinned.pop_back();
-    if (index_.live(node) && index_.node(node).pins > 0) steps -= std::min(steps, mark(node));
+    if (index_.live(node) && index_.node(node).pins > 0) steps -= std::min(steps, mark_chain(node));
   }
   e.phase = Evacuation::Phase::kChoose;
 }
 
 void DiskPool::pinned(NodeId node) {
-  if (evacuation_) mark(node);
+  if (evacuation_) mark_chain(node);
 }
 
 // What kept a segment from being evacuated may have ended.

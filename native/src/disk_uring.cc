@@ -1,7 +1,11 @@
 // A disk of one io_uring: requests go to the kernel and come back in one system call per collect().
 //
 // By raw system calls: what is needed of the interface is small and older than most distributions' liburing.
-// Buffers are not registered: see the note at submit().
+//
+// Buffers are not registered. What that would save is taking hold of every page of a request; an arena on huge
+// pages has few. Seen at 2 MiB: fio 1.4 GB/s from 4 KiB pages, 2.25 from registered ones; this, from plain huge
+// pages, 2.4, which is what the disk gives. A registered vector would also have to lie in one buffer, and the
+// header pages of records do not lie in the arena.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -231,7 +235,6 @@ class UringDisk final : public Disk {
     if (!std::exchange(owned_, true)) ring_.enable();
   }
 
-  // Plain vectors: the arena has huge pages, of which the kernel takes hold at once.
   void push(std::size_t i) noexcept {
     const DiskRequest& request = requests_[i];
     io_uring_sqe& entry = ring_.push();

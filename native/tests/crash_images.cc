@@ -26,6 +26,7 @@
 #include "crash_log.h"
 #include "disk_kit.h"
 #include "disk_pool.h"
+#include "ready_slot.h"
 
 using namespace kv;
 using namespace kv::test;
@@ -81,8 +82,8 @@ class Process {
     where.direct = false;
     directory = DiskDirectory::open(where);
     auto disk = faulty_disk(open_disk("threads", 16, 3), std::move(faults));
-    pool = std::make_unique<DiskPool>(index, arena_, directory, std::make_unique<Mover>(std::move(disk), arena_, Mover::Limits{}),
-                                      options);
+    auto mover = std::make_unique<Mover>(std::move(disk), arena_, Mover::Limits{});
+    pool = std::make_unique<DiskPool>(index, arena_, directory, std::move(mover), options);
     if (directory->segments().empty()) return;
     DiskSurvey survey(directory);
     survey.read(1);
@@ -99,6 +100,11 @@ class Process {
     for (Name name = 1; name < kNames; ++name)
       if (readable(name)) out.insert(name);
     return out;
+  }
+  // Readable, or on its way.
+  bool accepted(Name name) const {
+    const NodeId id = node(name);
+    return id != kNone && pool->missing(id).empty();
   }
 
   Index index;
@@ -186,15 +192,7 @@ class Work {
   SlotId fill(Name name) {
     const SlotId slot = free_.back();
     free_.pop_back();
-    const Payload& payload = tree_.payloads[name];
-    std::memcpy(arena_->slot(slot), payload.bytes.data(), payload.bytes.size());
-    ControlEntry& control = arena_->control(slot);
-    control.length = static_cast<std::uint32_t>(kFormat.length());
-    control.crc = payload.crc;
-    control.checked = 1;
-    const Key key = key_of(name);
-    std::memcpy(control.fingerprint, key.bytes.data(), sizeof control.fingerprint);
-    control.state = static_cast<std::uint32_t>(SlotState::kReady);
+    make_ready(*arena_, slot, key_of(name), kFormat, tree_.payloads[name]);
     return slot;
   }
   void end(const Job& job) {
@@ -202,7 +200,12 @@ class Work {
     process_.index.unpin(job.pin);
   }
 
-  void flush() { flushes_.emplace(process_.pool->flush(), process_.readable()); }
+  void flush() {
+    std::set<Name> names;
+    for (Name name = 1; name < kNames; ++name)
+      if (process_.accepted(name)) names.insert(name);
+    flushes_.emplace(process_.pool->flush(), std::move(names));
+  }
   void promise(Name name, std::size_t from) {
     if (open_.emplace(name, promises_.size()).second) promises_.push_back({name, from, kForEver});
   }
@@ -218,7 +221,7 @@ class Work {
       if (event.kind == DiskEvent::Kind::kFlushed) {
         const std::set<Name> names = flushes_.extract(event.job).mapped();
         for (Name name : names)
-          if (event.error == 0) promise(name, faults_.moment());
+          if (event.error == 0 && process_.readable(name)) promise(name, faults_.moment());
       } else if (event.kind == DiskEvent::Kind::kWritten) {
         end(jobs_.extract(event.job).mapped());
       }
@@ -230,16 +233,15 @@ class Work {
 
   // Whatever is no longer readable was given up after `before_`.
   void keep_book() {
-    const auto gone = [&](Name name) { return !process_.readable(name); };
     for (auto it = open_.begin(); it != open_.end();) {
-      if (gone(it->first)) {
+      if (process_.readable(it->first)) {
+        ++it;
+      } else {
         promises_[it->second].to = before_;
         it = open_.erase(it);
-      } else {
-        ++it;
       }
     }
-    for (auto& [job, names] : flushes_) std::erase_if(names, gone);
+    for (auto& [job, names] : flushes_) std::erase_if(names, [&](Name name) { return !process_.accepted(name); });
   }
 
   Process& process_;
@@ -249,7 +251,7 @@ class Work {
   Random& random_;
   std::vector<SlotId> free_;
   std::map<std::uint64_t, Job> jobs_;
-  std::map<std::uint64_t, std::set<Name>> flushes_;  // what was readable when it was asked for, and is still
+  std::map<std::uint64_t, std::set<Name>> flushes_;  // what was accepted before it, and has not gone since
   std::map<Name, std::size_t> open_;                 // promises that hold, by their position
   std::vector<Promise> promises_;
   std::size_t before_ = 0;
@@ -309,8 +311,8 @@ class Examiner {
     std::size_t i = 0;
     for (Name name : found) {
       const Bytes& bytes = tree_.payloads[name].bytes;
-      const bool right = ok.contains(nodes[i]) && std::memcmp(arena_->slot(slots[i]), bytes.data(), bytes.size()) == 0;
-      totals.corrupt += !right;
+      const bool same = std::memcmp(arena_->slot(slots[i]), bytes.data(), bytes.size()) == 0;
+      totals.corrupt += !ok.contains(nodes[i]) || !same;
       ++totals.read;
       ++i;
     }
@@ -321,8 +323,8 @@ class Examiner {
 };
 
 // One process, and what may be left of it. Returns where the next one goes on.
-void run(ImageDirectory& here, ImageDirectory& there, Random& random, std::size_t images, Totals& totals) {
-  static const std::shared_ptr<Arena> arena = Arena::create("crash", std::size_t{8} << 20);
+void run(ImageDirectory& here, ImageDirectory& there, std::shared_ptr<Arena> arena, Random& random, std::size_t images,
+         Totals& totals) {
   Random shape(totals.runs / 10);  // the same blocks for ten runs
   const Tree tree(shape);
   if (totals.runs % 10 == 0) here.hold({});
@@ -369,6 +371,7 @@ int main(int argc, char** argv) {
   const std::size_t images = argument(argc, argv, "--images", 10000), seed = argument(argc, argv, "--seed", 1);
   const auto begun = std::chrono::steady_clock::now();
   Random random(seed);
+  const std::shared_ptr<Arena> arena = Arena::create("crash", std::size_t{8} << 20);
   TempDir one, two;
   ImageDirectory here(one.path()), there(two.path());
   {
@@ -382,14 +385,18 @@ int main(int argc, char** argv) {
     std::filesystem::copy(entry.path(), two.path());
   Totals t;
   while (t.images < images) {
-    run(here, there, random, std::min(kImagesPerRun, images - t.images), t);
+    run(here, there, arena, random, std::min(kImagesPerRun, images - t.images), t);
     std::swap(here, there);
   }
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begun;
-  std::printf("{\"images\": %zu, \"runs\": %zu, \"seed\": %zu, \"flushed_lost\": %zu, \"corrupt\": %zu, \"phantom\": %zu, "
-              "\"capacity_exceeded\": %zu, \"acknowledged\": %zu, \"found\": %zu, \"read\": %zu, \"unsealed\": %zu, "
-              "\"evicted\": %zu, \"reinserted\": %zu, \"seconds\": %.1f}\n",
-              t.images, t.runs, seed, t.flushed_lost, t.corrupt, t.phantom, t.capacity_exceeded, t.acknowledged, t.found,
-              t.read, t.unsealed, t.evicted, t.reinserted, seconds.count());
+  const std::pair<const char*, std::size_t> numbers[] = {
+      {"images", t.images},   {"runs", t.runs},       {"seed", seed},
+      {"found", t.found},     {"read", t.read},       {"acknowledged", t.acknowledged},
+      {"evicted", t.evicted}, {"unsealed", t.unsealed}, {"reinserted", t.reinserted},
+      {"flushed_lost", t.flushed_lost}, {"corrupt", t.corrupt}, {"phantom", t.phantom},
+      {"capacity_exceeded", t.capacity_exceeded}};
+  std::printf("{");
+  for (const auto& [name, number] : numbers) std::printf("\"%s\": %zu, ", name, number);
+  std::printf("\"seconds\": %.1f}\n", seconds.count());
   return t.flushed_lost + t.corrupt + t.phantom + t.capacity_exceeded == 0 ? 0 : 1;
 }

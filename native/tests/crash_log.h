@@ -148,17 +148,18 @@ class ImageDirectory {
     }
     there_ = files;
   }
-  // As they are; a process may have worked on them.
+  // As they are, before a process works on them.
   Files files() {
     there_.clear();
+    Files out;
     for (const auto& entry : std::filesystem::directory_iterator(path_)) {
       if (entry.path().extension() != ".kvs") continue;
-      Bytes& bytes = there_[number_of(entry.path())];
+      Bytes& bytes = out[number_of(entry.path())];
       bytes.resize(entry.file_size());
       std::ifstream in(entry.path(), std::ios::binary);
       in.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
     }
-    return there_;
+    return out;
   }
   std::size_t bytes() const {
     std::size_t sum = 0;

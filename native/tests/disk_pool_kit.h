@@ -18,7 +18,7 @@
 #include "disk_faulty.h"
 #include "disk_kit.h"
 #include "disk_pool.h"
-#include "kept.h"
+#include "ready_slot.h"
 
 namespace kv {
 
@@ -40,7 +40,8 @@ struct RigOptions {
   SlotId slot_pages = 8;
   std::string kind = "auto";
   DiskOptions pool{};
-  bool check = true;  // laws after every pump
+  bool check = true;   // laws after every pump
+  bool direct = true;  // where the file system can
 };
 
 // payload_of() as a test needs it again and again; one format a key.
@@ -69,11 +70,11 @@ class Rig {
     where.path = path;
     where.capacity_bytes = options_.segments * options_.segment_bytes;
     where.segment_bytes = options_.segment_bytes;
-    where.direct = direct_works(std::filesystem::temp_directory_path().string());
+    where.direct = options_.direct && direct_works(std::filesystem::temp_directory_path().string());
     directory = DiskDirectory::open(where);
     auto disk = faulty_disk(open_disk(options_.kind, 32, 4), faults);
-    pool = std::make_unique<DiskPool>(index, arena, directory, std::make_unique<Mover>(std::move(disk), arena, Mover::Limits{}),
-                                      options_.pool);
+    auto mover = std::make_unique<Mover>(std::move(disk), arena, Mover::Limits{});
+    pool = std::make_unique<DiskPool>(index, arena, directory, std::move(mover), options_.pool);
     if (directory->segments().empty()) return;
     DiskSurvey survey(directory);
     survey.read(1);
@@ -113,14 +114,7 @@ class Rig {
   // A READY slot with the block of this key, as a host pool leaves it.
   SlotId ready(const Key& key, const SlotFormat& format = kBlock) {
     const SlotId slot = take_slot();
-    const Payload& payload = payload_kept(key, format);
-    std::memcpy(arena->slot(slot), payload.bytes.data(), payload.bytes.size());
-    ControlEntry& control = arena->control(slot);
-    control.length = static_cast<std::uint32_t>(format.length());
-    control.crc = payload.crc;
-    control.checked = 1;
-    std::memcpy(control.fingerprint, key.bytes.data(), sizeof control.fingerprint);
-    control.state = static_cast<std::uint32_t>(SlotState::kReady);
+    make_ready(*arena, slot, key, format, payload_kept(key, format));
     return slot;
   }
   SlotId take_slot() {

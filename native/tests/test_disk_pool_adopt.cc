@@ -193,7 +193,8 @@ TEST_CASE("disk pool adopt: an index that is full, or knows the nodes already") 
   auto directory = DiskDirectory::open(where);
   DiskSurvey survey(directory);
   survey.read(2);
-  DiskPool pool(index, arena, directory, std::make_unique<Mover>(open_disk("threads", 8, 2), arena, Mover::Limits{}), {});
+  auto mover = std::make_unique<Mover>(open_disk("threads", 8, 2), arena, Mover::Limits{});
+  DiskPool pool(index, arena, directory, std::move(mover), {});
   CHECK(pool.adopt(survey).readable >= 50);  // what the small index had no room for was not sealed again
   pool.check();
   index.check();

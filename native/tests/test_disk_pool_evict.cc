@@ -236,6 +236,25 @@ TEST_CASE("disk pool evict: rot in what should stay is a hole, and a disk that r
   }
 }
 
+TEST_CASE("disk pool evict: what cannot be moved twice is lost, so that its segment does not stay for ever") {
+  TempDir dir;
+  Rig rig(dir.path(), small(6));
+  const auto chains = fill(rig, 4);
+  rig.pool->touch(std::span(chains[0]).first(20));
+  FaultSpec spec;
+  spec.read_eio = 1;
+  rig.faults->set(spec);
+  rig.save(rig.root(), 20000, kPerSegment);
+  rig.save(rig.root(), 21000, 10);
+  rig.settle();
+  CHECK(rig.readable(chains[0]) == 20);
+  rig.pool->resume();
+  rig.settle();
+  CHECK(rig.readable(chains[0]) == 0);
+  CHECK(rig.pool->take_dropped().lost == 20);
+  CHECK(rig.pool->counts().evacuating == 0);
+}
+
 TEST_CASE("disk pool evict: a sync that fails leaves the old records in their place") {
   TempDir dir;
   Rig rig(dir.path(), small(6));

@@ -105,7 +105,7 @@ def test_rot_and_refusals_are_counted(stage: Scene) -> None:
     hit = engine.hit(chain)
     engine.flip(int(hit.slots[4]))
     assert engine.load(hit, chain).good == 4
-    assert value(daemon, "kvstore_corrupt_blocks_total", group="default") == 1
+    assert value(daemon, "kvstore_corrupt_blocks_total", group="default", tier="HOST") == 1
     assert value(daemon, "kvstore_dropped_blocks_total", group="default", reason="rot") == 1
     assert value(daemon, "kvstore_transfers_total", group="default", kind="verify") == 1
     most = 2 * daemon.group()["host"]["free"]

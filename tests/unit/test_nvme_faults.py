@@ -59,10 +59,11 @@ def test_a_disk_that_stalls_ends_the_fetch_with_what_arrived(reopen: Reopen) -> 
     assert fetching.over and heard
     assert "stall" in fetching.reason
     assert found.lease.state is LeaseState.ABANDONED
-    driver.pump(lambda: driver.nvme.promotions == 0)  # what was under way lands all the same
-    assert driver.group().host.counts()["filling"] == 0
     with pytest.raises(BadRequest, match="abandoned"):
         session.fetch(found.lease)
+    driver.pump(lambda: driver.nvme.promotions == 0)  # what was under way lands all the same
+    assert driver.group().host.counts()["filling"] == 0
+    assert session.fetch(found.lease).ready == 5, "it is on HOST now"
 
 
 def test_a_lease_that_ends_in_the_middle_leaves_nothing_half_way(reopen: Reopen) -> None:
@@ -74,7 +75,7 @@ def test_a_lease_that_ends_in_the_middle_leaves_nothing_half_way(reopen: Reopen)
     session.fetch(found.lease, on_progress=heard.append)
     session.release(found.lease)
     driver.pump(lambda: driver.nvme.promotions == 0)
-    assert heard == []
+    assert [fetching.over for fetching in heard] == [True], "told once, that the rest will not come"
     counts = driver.group().host.counts()
     assert counts["filling"] == 0
     driver.store.check()

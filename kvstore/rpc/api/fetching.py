@@ -105,15 +105,12 @@ class Fetching:
         if not self.holdings.lives(self.held):
             return _ENDED
         stop = min(stop, max(lease.host, lease.disk))
-        here = group.host.leading(lease.nodes[start:stop]) if start < stop else 0
-        if not group.nvme.configured:
-            stop = min(stop, start + here)
+        if not group.nvme.configured and start < stop:
+            stop = start + group.host.leading(lease.nodes[start:stop])
         if start >= stop:
             return f"block {start} is not on HOST any more"
-        # The disk brings a chain from its beginning; what is on HOST costs it nothing.
-        first = start if start + here == stop else 0
         try:
-            return self.store.fetch(self.held.caller, lease.id, first, stop, lambda _: self._news.set())
+            return self.store.fetch(self.held.caller, lease.id, start, stop, lambda _: self._news.set())
         except (BadRequest, NotFound) as error:  # gone meanwhile, or the disk stalled under this lease
             return str(error)
 
