@@ -8,6 +8,7 @@
 #   make explore     new random examples for the model-based tests (minutes)
 #   make protos      generate kvstore/v1 from protos/ again
 #   make soak        a hundred kills of a daemon under load, each followed by a warm restart (minutes)
+#   make crash       ten thousand images of a disk that lost power, each opened again (minutes)
 #   make kill9       a hundred times kill -9 in the middle of writes to the disk; nothing flushed is lost (minutes)
 #   make bench-nvme  fetches and saves through the daemon beside fio, into bench/results (a quarter of an hour)
 #   make numbers     write README's figures from bench/results again
@@ -83,7 +84,20 @@ lint: build
 # The same suite under two sanitizers: memory and undefined behaviour, then data races.
 native-test: build doctest
 	$(MAKE) --no-print-directory sanitize-address,undefined
+	$(MAKE) --no-print-directory crash-short
 	$(MAKE) --no-print-directory sanitize-thread
+
+# Images of a disk that lost power: the log of a run cut anywhere, unsynced writes dropped or reordered.
+.PHONY: crash crash-short
+crash-short: doctest
+	$(BIN)/cmake --build build/native-address,undefined --parallel $(JOBS) --target crash_images
+	build/native-address,undefined/crash_images --images 1000 --seed 1
+
+crash: build doctest
+	$(BIN)/cmake -S native -B build/native-crash -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DCMAKE_BUILD_TYPE=Release -DKVCORE_PYTHON=OFF -DKVCORE_TESTS=ON >/dev/null
+	$(BIN)/cmake --build build/native-crash --parallel $(JOBS) --target crash_images
+	build/native-crash/crash_images --images $(IMAGES)
 
 sanitize-%: build doctest
 	$(BIN)/cmake -S native -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
@@ -109,6 +123,7 @@ explore: build
 # ---- on demand --------------------------------------------------------------------------------------------------
 
 FUZZ_FRAMES ?= 1000000
+IMAGES ?= 10000
 FUZZ_MESSAGES ?= 100000
 FUZZ_SEED ?= 0
 fuzz: build

@@ -179,7 +179,7 @@ class Rounds:
         self.report = Report()
         self._random = random.Random(seed)
         large = _large_capacity(rounds)
-        common = {
+        shared = {
             "host.capacity_bytes": HOST_BYTES,
             "host.slab_bytes": 2 * MIB,
             "host.huge_pages": "false",
@@ -190,7 +190,7 @@ class Rounds:
             ("large", large, _LARGE_SEGMENT, 0),
             ("small", _SMALL_CAPACITY, _SMALL_SEGMENT, _SMALL_CAPACITY // 3),
         ):
-            settings = {**common, "nvme.capacity_bytes": capacity, "nvme.segment_bytes": segment}
+            settings = {**shared, "nvme.capacity_bytes": capacity, "nvme.segment_bytes": segment}
             self._worlds.append(_World(home / name, disk / name, settings, Ledger(segment, window)))
 
     def close(self) -> None:

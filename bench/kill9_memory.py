@@ -48,7 +48,7 @@ class KeyedMemory:
 
     def read_cell(self, block: int, layer: int, head: int) -> bytes:
         """One head's bytes."""
-        return self.cells[block, head].tobytes()
+        return bytes(self.cells[block, head].tobytes())
 
     def write_cell(self, block: int, layer: int, head: int, data: bytes) -> None:
         """Set them."""

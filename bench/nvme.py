@@ -44,7 +44,9 @@ BARS = {
     "reopen_s_100k_blocks": 1.0,
 }
 SET_MIB = 4096
-CHAIN_BYTES = 64 * MIB
+# Of chains, in turn; 64 MiB on average, for REQUESTS of them.
+CHAIN_MIB = (40, 88, 56, 72)
+CHAIN_BYTES = sum(CHAIN_MIB) * MIB // REQUESTS
 SEGMENT_BYTES = 128 * MIB  # nvme.segment_bytes, its default
 # What the daemon lets be under way at the disk (native/src/mover.h: Limits).
 READ_BYTES_MAX, WRITE_BYTES_MAX = 64 * MIB, 32 * MIB
@@ -87,7 +89,8 @@ class Sized:
             "nvme.segment_bytes": SEGMENT_BYTES,
             "nvme.write_queue_bytes": WRITE_QUEUE_BYTES,
         }
-        memory = PagedMemory(layout_of(self.size), REQUESTS * CHAIN_BYTES // self.size)
+        lengths = [mib * MIB // self.size for mib in CHAIN_MIB]
+        memory = PagedMemory(layout_of(self.size), REQUESTS * max(lengths))
         with (
             tempfile.TemporaryDirectory(prefix="kvstore-bench-") as home,
             DiskDaemon(Path(home), self._disk, settings) as daemon,
@@ -95,7 +98,7 @@ class Sized:
         ):
             fio = Fio(self._disk / "default", self._set_bytes // SEGMENT_BYTES, SEGMENT_BYTES)
             fio.lay_out()
-            moves = Moves(daemon, client, memory, self._host_bytes)
+            moves = Moves(daemon, client, memory, lengths, self._host_bytes)
             self._fill(daemon, moves)
             write = self._saves(daemon, moves, fio)
             read = self._fetches(daemon, moves, fio)

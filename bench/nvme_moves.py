@@ -5,13 +5,16 @@ each in turn (as prefill steps finish them), never more than the disk's queue ta
 that would stay on HOST. It ends with the flush that makes all of it durable. A turn of fetches is the same
 set, REQUESTS leases at a time: lookup, load into paged memory with every sum checked, release. The daemon's
 own counters must say that every block of a turn was written to, or read from, the disk.
+
+Chains are of different lengths, as prompts are: with equal ones all requests would end at the same moment,
+and the disk would have nothing to do until all of them had asked again.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -48,12 +51,17 @@ class Saved:
     Attributes:
         number: in its stamps; nobody else has it.
         chain: its keys.
-        region: part of the memory.
+        start: block of the memory.
     """
 
     number: int
     chain: KeyChain
-    region: int
+    start: int
+
+    @property
+    def source(self) -> U32:
+        """Blocks of the memory that it was saved from."""
+        return np.arange(self.start, self.start + len(self.chain), dtype=np.uint32)
 
 
 class Moves:
@@ -62,16 +70,27 @@ class Moves:
     Args:
         daemon: with an NVME tier.
         client: attached, with `memory`.
-        memory: REQUESTS times a chain, one region each.
+        memory: REQUESTS times the longest chain.
+        lengths: of chains, in blocks, in turn: REQUESTS of them.
         host_bytes: `host.capacity_bytes`.
         first_number: of the first chain.
     """
 
     def __init__(
-        self, daemon: DiskDaemon, client: Client, memory: PagedMemory, host_bytes: int, first_number: int = 1
+        self,
+        daemon: DiskDaemon,
+        client: Client,
+        memory: PagedMemory,
+        lengths: Sequence[int],
+        host_bytes: int,
+        first_number: int = 1,
     ) -> None:
         self._daemon, self._client, self._memory = daemon, client, memory
-        self.chain_blocks = memory.blocks // REQUESTS
+        self._lengths, self._region_blocks = lengths, memory.blocks // REQUESTS
+        if len(lengths) != REQUESTS or max(lengths) > self._region_blocks:
+            raise ValueError(
+                f"lengths: need {REQUESTS} of at most {self._region_blocks} blocks, got {lengths}"
+            )
         self._slot_bytes = memory.layout.slot_bytes
         room_bytes = min(WRITE_QUEUE_BYTES, host_bytes // 4)
         self._pace = Pace(lambda: int(daemon.nvme()["queued_bytes"]), room_bytes)
@@ -91,11 +110,12 @@ class Moves:
 
     def _fresh(self) -> Saved:
         number, self._number = self._number, self._number + 1
-        tokens = self._random.integers(0, 1 << 31, 16 * self.chain_blocks, np.uint32)
+        region = number % REQUESTS
+        tokens = self._random.integers(0, 1 << 31, 16 * self._lengths[region], np.uint32)
         chain = self._client.chain(tokens, "default", Reuse.OWN)
         if chain is None:
             raise SystemExit("the daemon is gone")
-        return Saved(number, chain, number % REQUESTS)
+        return Saved(number, chain, region * self._region_blocks)
 
     def save(self) -> float:
         """Save what was prepared, until all of it is durable; the seconds.
@@ -103,7 +123,7 @@ class Moves:
         Raises:
             SystemExit: a block was not saved, not let in, or not written.
         """
-        chains, blocks = self._ready, len(self._ready) * self.chain_blocks
+        chains, blocks = self._ready, _blocks(self._ready)
         before, refused = self._daemon.nvme(), self._daemon.flush().refused
         began = time.perf_counter()
         for first in range(0, len(chains), REQUESTS):
@@ -122,13 +142,15 @@ class Moves:
         for saved in chains:
             self._stamp(saved)
         count = max(1, PIECE_BYTES // self._memory.layout.block_bytes)
-        for start in range(0, self.chain_blocks, count):
-            stop = min(start + count, self.chain_blocks)
-            size = (stop - start) * self._slot_bytes
+        for start in range(0, max(self._lengths), count):
             for saved in chains:
+                blocks = saved.source[start : start + count]
+                if not len(blocks):
+                    continue
+                size = len(blocks) * self._slot_bytes
                 self._pace.begin(size)
-                blocks = self._blocks(saved.region)[start:stop]
-                self._flying.append((self._client.save(saved.chain, start, stop, blocks), size))
+                save = self._client.save(saved.chain, start, start + len(blocks), blocks)
+                self._flying.append((save, size))
                 if len(self._flying) == _SAVES:
                     self._end_save()
         while self._flying:
@@ -156,8 +178,8 @@ class Moves:
             SystemExit: a block was not found on NVME, or not loaded, or not read from the disk.
         """
         todo, self._ready = deque(self._ready), []
-        before, blocks = self._daemon.nvme(), len(todo) * self.chain_blocks
-        places = [self._random.permutation(self._blocks(region)) for region in range(REQUESTS)]
+        before, blocks = self._daemon.nvme(), _blocks(todo)
+        places = [self._random.permutation(self._region(number)) for number in range(REQUESTS)]
         began = time.perf_counter()
         with ThreadPoolExecutor(REQUESTS) as pool:
             workers = [pool.submit(self._fetch_some, todo, place) for place in places]
@@ -182,7 +204,7 @@ class Moves:
         Raises:
             SystemExit: that is not what happened.
         """
-        count = self.chain_blocks
+        count = len(saved.chain)
         hit = self._client.lookup(saved.chain)
         if not isinstance(hit, Hit) or hit.plan.spans != (Span(Tier.NVME, 0, count),):
             raise SystemExit(f"chain {saved.number} is not on NVME alone: {hit}")
@@ -199,23 +221,23 @@ class Moves:
         everything = np.arange(self._memory.blocks, dtype=np.uint32)
         self._stamps(everything)[:] = 0
         sums = [_native.crc32c(self._memory.block(block).tobytes()) for block in everything.tolist()]
-        place, wrong = self._blocks(0), 0
+        wrong = 0
         for saved in chains:
+            place = self._region(0)[: len(saved.chain)]
             self.fetch_one(saved, place)
             wrong += int((self._stamps(place) != self._stamp_of(saved)).any(axis=1).sum())
             self._stamps(place)[:] = 0
-            source = saved.region * self.chain_blocks
             wrong += sum(
-                _native.crc32c(self._memory.block(block).tobytes()) != sums[source + at]
-                for at, block in enumerate(place.tolist())
+                _native.crc32c(self._memory.block(block).tobytes()) != sums[source]
+                for source, block in zip(saved.source.tolist(), place.tolist(), strict=True)
             )
         return wrong
 
-    def _blocks(self, region: int) -> U32:
-        return np.arange(region * self.chain_blocks, (region + 1) * self.chain_blocks, dtype=np.uint32)
+    def _region(self, number: int) -> U32:
+        return np.arange(number * self._region_blocks, (number + 1) * self._region_blocks, dtype=np.uint32)
 
     def _stamp(self, saved: Saved) -> None:
-        self._stamps(self._blocks(saved.region))[:] = self._stamp_of(saved)
+        self._stamps(saved.source)[:] = self._stamp_of(saved)
 
     def _stamps(self, blocks: U32) -> NDArray[np.uint8]:
         """(n, 8) view: the first bytes of each of these consecutive blocks."""
@@ -224,8 +246,12 @@ class Moves:
 
     def _stamp_of(self, saved: Saved) -> NDArray[np.uint8]:
         """(n, 8) bytes that no other block of any chain begins with."""
-        numbers = (np.uint64(saved.number) << np.uint64(32)) + np.arange(self.chain_blocks, dtype=np.uint64)
+        numbers = (np.uint64(saved.number) << np.uint64(32)) + np.arange(len(saved.chain), dtype=np.uint64)
         return numbers.view(np.uint8).reshape(-1, _STAMP_BYTES)
+
+
+def _blocks(chains: Iterable[Saved]) -> int:
+    return sum(len(saved.chain) for saved in chains)
 
 
 def _compare(what: str, counted: int, blocks: int) -> None:

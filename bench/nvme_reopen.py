@@ -42,6 +42,7 @@ __all__ = ["REOPEN_BLOCKS", "need_bytes", "opening_s", "reopen"]
 REOPEN_BLOCKS = 100_000
 BLOCK_BYTES = 64 << 10
 CHAIN_BLOCKS = 500
+_LENGTHS = (CHAIN_BLOCKS,) * REQUESTS
 SEGMENT_BYTES = 128 << 20
 MORE_CHAINS = 2
 """Saved before every kill: 70 MiB, half of a segment."""
@@ -146,7 +147,7 @@ class Reopening:
 
     def _save(self, daemon: DiskDaemon, client: Client, chains: int, host_bytes: int) -> None:
         """Some more chains, durable."""
-        moves = Moves(daemon, client, self._memory, host_bytes, 1 + len(self._saved))
+        moves = Moves(daemon, client, self._memory, _LENGTHS, host_bytes, 1 + len(self._saved))
         moves.prepare(chains)
         moves.save()
         self._saved += moves.saved
@@ -201,7 +202,7 @@ class Reopening:
                 if isinstance(hit, Hit):
                     found += hit.blocks
                     client.release(hit.lease)
-            moves = Moves(daemon, client, self._memory, _HOST_BYTES)
+            moves = Moves(daemon, client, self._memory, _LENGTHS, _HOST_BYTES)
             step = max(1, len(self._saved) // _SAMPLE_CHAINS)
             wrong = moves.wrong_blocks(self._saved[::step])
         saved_blocks = len(self._saved) * CHAIN_BLOCKS

@@ -126,7 +126,7 @@ class Fetches:
                 lease.move(LeaseState.ABANDONED if promotion.stalled else LeaseState.DONE)
 
     def end(self, lease: Lease) -> None:
-        """Its lease ends, by release or by revocation: whoever waits for the rest hears that it will not come."""
+        """Its lease ends, released or revoked: whoever waits for the rest hears that it will not come."""
         running = self._running.pop(lease.id, None)
         if running is None or not isinstance(self._nvme, NvmeTier):
             return

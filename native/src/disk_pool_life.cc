@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "disk_pool.h"
 
@@ -36,9 +37,11 @@ void DiskPool::move(std::uint32_t segment, SegmentState to) {
   s.step = SegmentStep::kStart;
   if (to != SegmentState::kFree && to != SegmentState::kGone) return;
   if (s.live > 0 || !s.idle()) throw Broken("disk: segment " + std::to_string(segment) + " is given up while in use");
-  s = DiskSegment{};
-  s.state = to;
-  s.pages = file(segment).pages;
+  DiskSegment empty;
+  empty.state = to;
+  empty.pages = file(segment).pages;
+  empty.asked = empty.done = empty.wanted = s.asked;  // somebody may still have to see that a number was reached
+  s = std::move(empty);
   if (to == SegmentState::kFree && s.pages != segment_pages_ && directory_->options().segment_bytes != 0)
     misfits_.push_back(segment);
 }

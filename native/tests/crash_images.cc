@@ -2,10 +2,9 @@
 //
 //   crash_images [--images N] [--seed S]     prints one JSON object; exits 1 if a promise was broken
 //
-// A process works on a directory for a while, with everything recorded that it writes. Then the record is cut at many
-// moments (crash_log.h), each time the files are made that may be left, and a new process opens them. One of these
-// images is where the next process goes on. Threads are under way in the process that is recorded, so a seed
-// gives similar runs, not the same.
+// A process works on a directory, and everything that it writes is recorded. Then the record is cut at many moments
+// (crash_log.h), each time the files are made that may be left, and a new process opens them. The last image is
+// where the next process goes on. The recorded process has threads, so a seed gives similar runs, not the same.
 #include <poll.h>
 
 #include <algorithm>
@@ -186,8 +185,7 @@ class Work {
     }
     process_.index.pin(job.pin = nodes.back());
     const DiskPool::Begun begun = process_.pool->write(nodes, job.slots, kFormat);
-    if (begun.job == 0) return end(job);
-    jobs_.emplace(begun.job, std::move(job));
+    begun.job == 0 ? end(job) : void(jobs_.emplace(begun.job, std::move(job)));
   }
   SlotId fill(Name name) {
     const SlotId slot = free_.back();
@@ -285,7 +283,8 @@ class Examiner {
     }
     const std::size_t wrong = totals.corrupt;
     read(process, found, totals);
-    if (wrong != totals.corrupt && wrong < kToldMax) std::fprintf(stderr, "run %zu: corrupt at %zu\n", totals.runs, moment);
+    if (wrong == totals.corrupt || wrong > kToldMax) return;
+    std::fprintf(stderr, "run %zu: corrupt at %zu\n", totals.runs, moment);
   }
 
  private:
@@ -312,9 +311,8 @@ class Examiner {
     for (Name name : found) {
       const Bytes& bytes = tree_.payloads[name].bytes;
       const bool same = std::memcmp(arena_->slot(slots[i]), bytes.data(), bytes.size()) == 0;
-      totals.corrupt += !ok.contains(nodes[i]) || !same;
+      totals.corrupt += !ok.contains(nodes[i++]) || !same;
       ++totals.read;
-      ++i;
     }
   }
 

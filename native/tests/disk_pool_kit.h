@@ -52,6 +52,11 @@ inline const Payload& payload_kept(const Key& key, const SlotFormat& format) {
   return kept[key.bytes] = payload_of(key, format);
 }
 
+inline std::vector<NodeId> sorted(std::vector<NodeId> nodes) {
+  std::sort(nodes.begin(), nodes.end());
+  return nodes;
+}
+
 // What became of a job.
 struct Outcome {
   std::vector<NodeId> ok, corrupt, failed;
@@ -154,9 +159,12 @@ class Rig {
       if (::poll(&ready, 1, static_cast<int>(patience_s * 1000)) == 0) return false;
     }
   }
+  // Its nodes ascending: several events tell of a job, each of what has just ended.
   Outcome wait(std::uint64_t job) {
     REQUIRE(drive([&] { return jobs[job].last; }));
-    return jobs[job];
+    Outcome out = jobs[job];
+    for (auto* nodes : {&out.ok, &out.corrupt, &out.failed}) *nodes = sorted(std::move(*nodes));
+    return out;
   }
   // Until nothing is under way.
   void settle() {

@@ -13,6 +13,7 @@ using test::key_of;
 using test::Outcome;
 using test::Rig;
 using test::RigOptions;
+using test::sorted;
 using test::TempDir;
 
 namespace {
@@ -59,7 +60,7 @@ TEST_CASE("disk pool: rot is found by a read, dropped alone, and filled again by
   rig.index.pin(nodes[2]);
   CHECK(rig.write({nodes[2]}).ok.size() == 1);
   rig.index.unpin(nodes[2]);
-  CHECK(rig.read(nodes).ok == nodes);
+  CHECK(rig.read(nodes).ok == sorted(nodes));
 }
 
 TEST_CASE("disk pool: a flush waits for what was accepted before it, and tells what the medium refused") {
@@ -77,19 +78,21 @@ TEST_CASE("disk pool: a flush waits for what was accepted before it, and tells w
   rig.faults->release(DiskOp::kWrite);
   CHECK(rig.wait(flush).error == 0);
   CHECK(rig.jobs[job].last);
+  rig.settle();
 
   rig.faults->fail(DiskOp::kWrite, EIO);
   const auto more = rig.chain(nodes[2], 10, 1);
-  CHECK(rig.write(more).failed == more);
+  CHECK(rig.write(more).failed == sorted(more));
   rig.faults->fail(DiskOp::kWrite, 0);
   CHECK(rig.flush() == 0);  // of what is over nothing is expected
 
-  CHECK(rig.write(more).ok == more);
+  CHECK(rig.write(more).ok == sorted(more));
+  rig.settle();
   rig.faults->fail(DiskOp::kSync, EIO);
   CHECK(rig.flush() == EIO);
   CHECK(rig.troubles == std::vector<int>{EIO});
   CHECK(rig.pool->counts().broken == 1);
-  CHECK(rig.read(nodes).ok == nodes);  // still
+  CHECK(rig.read(nodes).ok == sorted(nodes));  // still
   CHECK(rig.flush() == EIO);           // and still not on the medium
   rig.faults->fail(DiskOp::kSync, 0);
   rig.pool->resume();
@@ -97,7 +100,7 @@ TEST_CASE("disk pool: a flush waits for what was accepted before it, and tells w
   CHECK(rig.pool->counts().broken == 0);
   CHECK(rig.pool->counts().sealed == 1);
   CHECK(rig.flush() == 0);
-  CHECK(rig.read(more).ok == more);
+  CHECK(rig.read(more).ok == sorted(more));
 }
 
 TEST_CASE("disk pool: no room on the file system ends the making of files, not the rest") {
@@ -155,7 +158,7 @@ TEST_CASE("disk pool: a disk that refuses everything costs nothing that is on it
   CHECK_FALSE(rig.troubles.empty());
   rig.settle();
   CHECK(rig.pool->counts().records + 80 * 2 >= before);  // at most the evacuation that was under way
-  CHECK(rig.read(chain).ok == chain);
+  CHECK(rig.read(chain).ok == sorted(chain));
   for (int i = 0; i < 3; ++i) {
     rig.pool->resume();
     rig.settle();
@@ -204,7 +207,7 @@ TEST_CASE("disk pool: a header or footer that cannot be written is written again
   torn.torn = 1;
   rig.faults->set(torn);
   const auto more = rig.chain(nodes.back(), 100, 1);
-  CHECK(rig.write(more).failed == more);  // this begins the next segment, and seals the first
+  CHECK(rig.write(more).failed == sorted(more));  // this begins the next segment, and seals the first
   rig.settle();
   CHECK(rig.pool->counts().broken >= 1);
   CHECK_FALSE(rig.troubles.empty());

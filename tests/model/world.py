@@ -281,7 +281,9 @@ class World:
         for tokens in tenants.values():
             assert tokens.lookup >= sum(tokens.hit.values()) >= tokens.saved >= 0
         assert sum(tokens.lookup for tokens in tenants.values()) == size * counters.lookup_blocks
-        by_tier = {tier: sum(t.hit[tier] for t in tenants.values()) for tier in (Tier.GPU, Tier.HOST, Tier.NVME)}
+        by_tier = {
+            tier: sum(t.hit[tier] for t in tenants.values()) for tier in (Tier.GPU, Tier.HOST, Tier.NVME)
+        }
         assert by_tier == {tier: size * blocks for tier, blocks in counters.hit_blocks_by_tier.items()}
         assert sum(by_tier.values()) == size * counters.hit_blocks
 
