@@ -49,11 +49,12 @@ def picture(result: dict[str, Any], file: Path) -> None:
         "cold": "cold\n(computed)",
         "L2": "L2\n(idle device blocks)",
         "HOST": "HOST\n(new engine process)",
+        "NVME": "NVME\n(new daemon, too)",
     }
     seconds = [result["ttft_s"][name] for name in names]
-    figure = Figure(figsize=(6.4, 2.6), layout="constrained")
+    figure = Figure(figsize=(6.4, 3.0), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh(list(names.values()), seconds, color=["#b0b7c3", "#2f6fde", "#3aa17e"])
+    bars = axes.barh(list(names.values()), seconds, color=["#b0b7c3", "#2f6fde", "#3aa17e", "#d9a441"])
     axes.bar_label(bars, [f"{value:.2f} s" for value in seconds], padding=4)
     axes.invert_yaxis()
     axes.set_xlim(0, max(seconds) * 1.15)

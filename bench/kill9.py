@@ -26,28 +26,23 @@ Exit status: 1 a bar is missed or something happened that must not.
 
 from __future__ import annotations
 
-import mmap
 import random
 import secrets
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench.kill9_ledger import KINDS, Ledger, Offered, State
-from bench.kill9_memory import KeyedMemory
-from bench.kill9_savers import Savers, Tally, engine
+from bench.kill9_ledger import KINDS, Ledger
+from bench.kill9_look import Look, World
+from bench.kill9_savers import Savers, Tally
 from bench.measure import finish, parser
-from bench.nvme_place import DiskDaemon, disk_folder
-from kvstore.client import Client
+from bench.nvme_place import disk_folder
 from kvstore.logs import configure_logs
-from kvstore.types import PAGE_BYTES, Busy, Miss
 
 __all__ = ["IN_FLIGHT_SHARE", "Report", "Rounds", "main", "need_bytes"]
 
@@ -137,33 +132,6 @@ class Report:
         }
 
 
-class _World:
-    """A directory over all rounds, what was handed to it, and the daemon that has it now."""
-
-    def __init__(self, home: Path, disk: Path, settings: Mapping[str, object], ledger: Ledger) -> None:
-        home.mkdir()
-        self.home, self.ledger = home, ledger
-        self._disk, self._settings = disk, settings
-        self.live = self.start()
-
-    def start(self) -> DiskDaemon:
-        """Another daemon on the directory."""
-        self.live = DiskDaemon(self.home, self._disk, self._settings)
-        return self.live
-
-    def damage(self) -> None:
-        """Invert a byte in each page of every segment, its headers apart."""
-        for path in self._disk.rglob("segment-*"):
-            with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
-                bytes_ = np.frombuffer(pages, np.uint8)
-                bytes_[PAGE_BYTES + 2000 :: PAGE_BYTES] ^= 0xFF
-                del bytes_  # the mapping cannot be closed under it
-
-    def close(self) -> None:
-        """End the daemon."""
-        self.live.__exit__(None, None, None)
-
-
 class Rounds:
     """Two directories and what has happened to them.
 
@@ -185,13 +153,13 @@ class Rounds:
             "host.huge_pages": "false",
             "nvme.direct": str(direct).lower(),
         }
-        self._worlds: list[_World] = []
+        self._worlds: list[World] = []
         for name, capacity, segment, window in (
             ("large", large, _LARGE_SEGMENT, 0),
             ("small", _SMALL_CAPACITY, _SMALL_SEGMENT, _SMALL_CAPACITY // 3),
         ):
             settings = {**shared, "nvme.capacity_bytes": capacity, "nvme.segment_bytes": segment}
-            self._worlds.append(_World(home / name, disk / name, settings, Ledger(segment, window)))
+            self._worlds.append(World(home / name, disk / name, settings, Ledger(segment, window)))
 
     def close(self) -> None:
         """End both daemons; whatever they have said of themselves that they should not have."""
@@ -222,7 +190,7 @@ class Rounds:
         self.report.kills_that_lost_unflushed += lost
         self.report.rounds += 1
 
-    def _kill(self, world: _World, savers: Savers) -> bool:
+    def _kill(self, world: World, savers: Savers) -> bool:
         """Kill in the middle of writes; whether the daemon's own word proves that it was."""
         daemon, report = world.live, self.report
         with daemon.tool() as tool:
@@ -247,7 +215,7 @@ class Rounds:
             report.blocks_evicted_wrongly += given_up
         return proven
 
-    def _kill_while_opening(self, world: _World) -> None:
+    def _kill_while_opening(self, world: World) -> None:
         daemon = world.start()
         time.sleep(self._random.uniform(*_OPENING_S))
         daemon.kill()
@@ -269,61 +237,30 @@ class Rounds:
 
     # ---- after a restart -----------------------------------------------------------------------------------
 
-    def _look(self, world: _World) -> bool:
+    def _look(self, world: World) -> bool:
         """Ask for every chain, load what is there; whether something is gone that no flush covered."""
         report, daemon = self.report, world.live
-        found: set[bytes] = set()
-        lost: set[bytes] = set()
-        gone = False
-        for kind in KINDS:
-            client, memory = engine(daemon, kind)
-            with client:
-                for offered in world.ledger.chains(kind):
-                    keys = [key.tobytes() for key in offered.chain.keys]
-                    said, good = self._load(client, memory, offered)
-                    found.update(keys[:said])
-                    if world.ledger.must_be_there(offered):
-                        lost.update(keys[good:])
-                    gone |= offered.state is State.ACKNOWLEDGED and said < len(keys)
-        if lost:
-            report.flushed_lost += len(lost)
-            report.note(f"round {report.rounds}, {world.home.name}: {len(lost)} flushed blocks are not there")
+        with ThreadPoolExecutor(len(KINDS)) as pool:
+            looks = [pool.submit(Look(world, kind).run) for kind in KINDS]
+            seen = [look.result() for look in looks]
+        found = sum(len(one.found) for one in seen)
+        lost = sum(len(one.lost) for one in seen)
         # Counted last: a daemon may evict at its start, to have segments to write to.
-        records = int(daemon.nvme()["records"])
-        if records > len(found):
-            report.phantom += records - len(found)
-            report.note(f"{world.home.name}: {records} records are counted, {len(found)} can be found")
+        extra = max(0, int(daemon.nvme()["records"]) - found)
         with daemon.tool() as tool:
             checked = tool.ask("check")
-        if not checked["ok"]:
-            report.unsound += 1
-            report.note(f"check: {checked}")
-        return gone
-
-    def _load(self, client: Client, memory: KeyedMemory, offered: Offered) -> tuple[int, int]:
-        """Blocks that the daemon says it has, and leading ones that came with the right bytes."""
-        report, chain = self.report, offered.chain
-        hit = client.lookup(chain)
-        if isinstance(hit, Miss):
-            if client.attached:
-                return 0, 0
-            raise SystemExit("the daemon has ended by itself")
-        if isinstance(hit, Busy):
-            raise SystemExit(f"a lookup with nobody else there: {hit}")
-        blocks = np.arange(hit.blocks, dtype=np.uint32)
-        memory.clear(hit.blocks)
-        done = client.load(hit, blocks).wait()
-        client.release(hit.lease)
-        good = done.good if done is not None else 0
-        wrong = memory.wrong(chain.keys[:good])
-        report.blocks_verified += good
-        if good < hit.blocks:
-            report.phantom += hit.blocks - good
-            report.note(f"{hit.blocks} blocks were said to be there, {good} came: {done}")
-        if wrong:
-            report.corrupt += len(wrong)
-            report.note(f"wrong bytes in blocks {wrong} of a chain of {len(chain)}")
-        return hit.blocks, min(good, wrong[0]) if wrong else good
+        report.flushed_lost += lost
+        report.corrupt += sum(one.corrupt for one in seen)
+        report.phantom += extra + sum(one.phantom for one in seen)
+        report.blocks_verified += sum(one.verified for one in seen)
+        report.unsound += not checked["ok"]
+        if lost:
+            report.note(f"round {report.rounds}, {world.home.name}: {lost} flushed blocks are not there")
+        if extra:
+            report.note(f"{world.home.name}: {extra} more records are counted than the {found} found")
+        for text in [text for one in seen for text in one.why] + ([] if checked["ok"] else [str(checked)]):
+            report.note(text)
+        return any(one.gone for one in seen)
 
 
 def _large_capacity(rounds: int) -> int:

@@ -27,7 +27,7 @@ _FLUSH_EVERY_S = (0.02, 0.2)
 # Between two chains: engines compute. In a rush they do not.
 _PAUSE_S = (0.0, 0.06)
 # Of one kind in a round, rushes apart: all chains of all rounds are read again after every kill.
-_CALM_BYTES_MAX = 24 << 20
+_CALM_BYTES_MAX = 10 << 20
 _FORKS = 0.4
 # Some blocks are saved alone, some chains grow by what came since the last step.
 _PIECES = (1, 4, 128)

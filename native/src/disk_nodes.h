@@ -87,6 +87,8 @@ class DiskNodes {
   void check(NodeId id) const;
 
  private:
+  friend struct DiskNodesProbe;  // tests break laws
+
   void list(NodeId id) noexcept;    // it has become present
   void unlist(NodeId id) noexcept;  // it has ceased to be
 

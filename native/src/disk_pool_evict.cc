@@ -252,14 +252,15 @@ void DiskPool::took_moves(std::size_t first, const Notice& notice) {
 void DiskPool::moved(Move& move, MoveStatus status, int error) {
   Evacuation& e = *evacuation_;
   DiskSegment& from = segments_[e.segment];
-  DiskSegment& to = segments_[move.to.segment];
+  const std::uint32_t target = move.to.segment;
+  DiskSegment& to = segments_[target];
   --e.open;
   --from.readers;
   --to.writing;
   to.dirty = true;
   move.ok = status == MoveStatus::kOk;
   const NodeId node = from.records[move.from].node;
-  if (!move.ok) release(move.to);
+  if (!move.ok) release(std::exchange(move.to, {}));
   if (node != kNone && status == MoveStatus::kCorrupt) lose(node, dropped_.rot);
   if (node != kNone && (status == MoveStatus::kError || status == MoveStatus::kDropped)) {
     // The disk may have refused to read or to write. Once more, after resume(); then it is lost.
@@ -272,7 +273,7 @@ void DiskPool::moved(Move& move, MoveStatus status, int error) {
       stopped_ = true;
     }
   }
-  if (to.writing == 0) advance(move.to.segment);
+  if (to.writing == 0) advance(target);
 }
 
 void DiskPool::sync_moves() {
@@ -295,10 +296,10 @@ void DiskPool::switch_over() {
   Evacuation& e = *evacuation_;
   e.phase = Evacuation::Phase::kEnd;
   for (const Move& move : e.moves) {
+    if (move.to.segment == kNone) continue;  // it was not written
     const RecordRef old{e.segment, move.from};
     const NodeId node = record(old).node;
     DiskRecord& copy = record(move.to);
-    if (copy.node == kNone) continue;
     if (!move.ok || node == kNone) {  // it died meanwhile
       release(move.to);
       continue;

@@ -24,6 +24,8 @@ namespace kv {
 
 struct DiskPoolProbe {
   static bool idle(const DiskPool& pool) { return pool.works_.empty(); }
+  static std::size_t& readable(DiskPool& pool) { return pool.readable_; }
+  static DiskSegment& filling(DiskPool& pool) { return pool.segments_[pool.filling_]; }
 };
 
 }  // namespace kv
