@@ -52,10 +52,10 @@ class Kind:
         return self.layout.slot_bytes + _HEADER_BYTES
 
 
-# Blocks of 16 KiB (24 on the disk) and of 256 KiB (264): chains of up to 2 and 4 MiB.
+# Blocks of 16 KiB (24 on the disk) and of 256 KiB (264): chains of up to 1 and 8 MiB.
 KINDS = (
-    Kind("small", BlockLayout(1, 2, 256, "float32", 4), 128),
-    Kind("large", BlockLayout(1, 8, 1024, "float32", 4), 16),
+    Kind("small", BlockLayout(1, 2, 256, "float32", 4), 64),
+    Kind("large", BlockLayout(1, 8, 1024, "float32", 4), 32),
 )
 
 

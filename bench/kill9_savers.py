@@ -29,8 +29,8 @@ _PAUSE_S = (0.0, 0.06)
 # Of one kind in a round, rushes apart: all chains of all rounds are read again after every kill.
 _CALM_BYTES_MAX = 10 << 20
 _FORKS = 0.4
-# Some blocks are saved alone, some chains grow by what came since the last step.
-_PIECES = (1, 4, 128)
+# Some blocks are saved alone, some chains grow by what came since the last step; in a rush they come whole.
+_PIECES = (1, 4, 64)
 
 
 def engine(daemon: DiskDaemon, kind: Kind) -> tuple[Client, KeyedMemory]:
@@ -160,7 +160,8 @@ class Savers:
 
     def _save(self, client: Client, memory: KeyedMemory, offered: Offered, choice: random.Random) -> bool:
         """Piece by piece; whether all of it is acknowledged."""
-        chain, piece = offered.chain, choice.choice(_PIECES)
+        chain = offered.chain
+        piece = _PIECES[-1] if self._rush.is_set() else choice.choice(_PIECES)
         for start in range(0, len(chain), piece):
             stop = min(start + piece, len(chain))
             size = (stop - start) * offered.kind.layout.slot_bytes

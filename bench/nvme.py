@@ -11,7 +11,9 @@ daemon lets be at most. HOST is a quarter of the set, and chains are asked for i
 still there: the daemon's own counters must say that each block of each turn came from the disk, or the run
 fails.
 
-A ratio `…_over_fio_…` is speed (1 = as fast as the disk). `reopen_s_100k_blocks`: see bench/nvme_reopen.py.
+A ratio `…_over_fio_…` is speed (1 = as fast as the disk); `read_over_fio_shallow_…` is over a fio with 8 MiB
+under way, and so into 8 MiB of memory, which no store does (bench/README.md). `reopen_s_100k_blocks`: see
+bench/nvme_reopen.py.
 
 Everything lies in a folder of its own under $KVSTORE_BENCH_DIR (or the temporary directory, if that is on a
 disk), some 12 GiB, and is removed at the end. Exit status: 1 a bar is missed, 3 void.
@@ -22,10 +24,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Arm, Measured, finish, measure, parser
+from bench.measure import Arm, Measured, Ratio, finish, measure, parser
 from bench.nvme_fio import Fio, FioJob, need_fio
 from bench.nvme_moves import REQUESTS, WRITE_QUEUE_BYTES, Moves
 from bench.nvme_place import DiskDaemon, client_for, disk_folder
@@ -50,6 +53,8 @@ CHAIN_BYTES = sum(CHAIN_MIB) * MIB // REQUESTS
 SEGMENT_BYTES = 128 * MIB  # nvme.segment_bytes, its default
 # What the daemon lets be under way at the disk (native/src/mover.h: Limits).
 READ_BYTES_MAX, WRITE_BYTES_MAX = 64 * MIB, 32 * MIB
+# fio reads into as many bytes as are under way, again and again: so few stay in the caches of a processor.
+SHALLOW_BYTES = 8 * MIB
 _HOST_SHARE = 4
 
 
@@ -107,6 +112,7 @@ class Sized:
         name = self.name
         figures: dict[str, Any] = {
             f"read_over_fio_{name}": read.speed("fetch").json(),
+            f"read_over_fio_shallow_{name}": _over(read, "fetch", "fio shallow").json(),
             f"write_over_fio_{name}": write.speed("save").json(),
             f"read_{name}": read.json(self._set_bytes),
             f"write_{name}": write.json(self._set_bytes),
@@ -151,7 +157,14 @@ class Sized:
             moves.shuffle()
 
         limit = Arm("fio", lambda: fio.seconds(job), daemon.settle)
-        return measure([limit], [Arm("fetch", moves.fetch, shuffled)], turns=self._turns)
+        shallow = replace(job, under_way_bytes=SHALLOW_BYTES)
+        more = Arm("fio shallow", lambda: fio.seconds(shallow), daemon.settle)
+        return measure([limit], [Arm("fetch", moves.fetch, shuffled), more], turns=self._turns)
+
+
+def _over(done: Measured, name: str, other: str) -> Ratio:
+    """How many times as fast one arm is as another."""
+    return Ratio.of([b / a for a, b in zip(done.wall_s[name], done.wall_s[other], strict=True)])
 
 
 def capacity_bytes(set_bytes: int) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "EngineProcess",
     "Settings",
     "connector_config",
+    "patient",
     "settings_of",
 ]
 
@@ -27,8 +28,16 @@ StartProcess = Callable[..., EngineProcess]
 StartServer = Callable[..., ApiServer]
 
 
+def patient(socket: Path, **more: float) -> dict[str, Any]:
+    """A connector that waits for a loaded machine; what it waits for is there at once."""
+    config = connector_config(socket)
+    waits = {"lookup_s": 30.0, "fetch_s": 30.0, "call_s": 60.0, "attach_s": 60.0}
+    config["kv_connector_extra_config"] |= {**waits, **more}
+    return config
+
+
 def settings_of(model: Path, socket: Path | None = None, **more: Any) -> Settings:
-    """Settings of an engine with our connector, or without when there is no socket."""
+    """Settings of an engine with a patient connector of ours, or without when there is no socket."""
     if socket is not None:
-        more.setdefault("connector", connector_config(socket))
+        more.setdefault("connector", patient(socket))
     return Settings(str(model), **more)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from daemon import Daemon, eventually
-from engines import Engine, EngineProcess
+from engines import Engine, EngineProcess, connector_config
 from models import prompt_of
 
 NewEngine = Callable[..., Engine]
@@ -91,7 +91,7 @@ def test_a_daemon_is_killed_and_restarted_under_load(
 def test_a_daemon_that_hangs_delays_a_request_by_a_moment(
     tiny: Path, daemon: Daemon, new_engine: NewEngine
 ) -> None:
-    engine = new_engine(tiny, daemon.socket)
+    engine = new_engine(tiny, connector=connector_config(daemon.socket))  # as impatient as it is by default
     prompt = prompt_of(400)
     cold = engine.generate(prompt, 16)
     engine.drain()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from daemon import Daemon, eventually
-from engines import Engine, EngineProcess, connector_config
+from engines import Engine, EngineProcess, patient
 from models import prompt_of
 from nvme_kit import faulty, flip, nvme_settings, on_disk
 
@@ -77,13 +77,6 @@ def kept(engine: Engine, disk: Disk, *prompts: list[int], tokens: int = 32) -> l
     return said
 
 
-def patient(disk: Disk, **more: float) -> dict[str, Any]:
-    """A connector that waits for a loaded machine; what it waits for is there at once."""
-    config = connector_config(disk.socket)
-    config["kv_connector_extra_config"] |= {"lookup_s": 30.0, "fetch_s": 30.0, **more}
-    return config
-
-
 def hits(answer: Any) -> dict[str, int]:
     assert answer.params is not None
     found: dict[str, int] = answer.params["kvstore"]["hit_tokens"]
@@ -115,7 +108,7 @@ def test_a_hit_on_the_disk_gives_the_tokens_of_a_recompute_and_says_so(
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     disk = new_disk()
-    engine = new_engine(tiny, connector=patient(disk))
+    engine = new_engine(tiny, connector=patient(disk.socket))
     prompt = prompt_of(LENGTH)
     (tokens,) = kept(engine, disk, prompt)
     disk.restart(engine)
@@ -153,7 +146,7 @@ def test_a_host_that_is_too_small_is_completed_by_the_disk(
     tiny: Path, new_disk: Callable[..., Disk], new_engine: NewEngine
 ) -> None:
     disk = new_disk(host__capacity_bytes='"16MiB"')
-    engine = new_engine(tiny, connector=patient(disk))
+    engine = new_engine(tiny, connector=patient(disk.socket))
     prompts = [prompt_of(LENGTH, seed=seed) for seed in range(7)]
     said = kept(engine, disk, *prompts)
     assert disk.daemon.ready() < 7 * BLOCKS
@@ -175,7 +168,7 @@ def test_a_host_that_is_too_small_is_completed_by_the_disk(
 def test_many_requests_at_once(tiny: Path, new_disk: Callable[..., Disk], new_engine: NewEngine) -> None:
     """More than fetch at the same time: all of them find theirs."""
     disk = new_disk(host__capacity_bytes='"64MiB"')
-    engine = new_engine(tiny, connector=patient(disk), blocks=200)
+    engine = new_engine(tiny, connector=patient(disk.socket), blocks=200)
     prompts = [prompt_of(300 + 10 * seed, seed=seed) for seed in range(14)]
     said = kept(engine, disk, *prompts, tokens=16)
     disk.restart(engine)
@@ -191,12 +184,12 @@ def test_two_ranks_load_what_one_lookup_brought(
 ) -> None:
     disk = new_disk()
     prompt = prompt_of(LENGTH)
-    with new_process(tiny, connector=patient(disk), ranks=2) as engine:
+    with new_process(tiny, connector=patient(disk.socket), ranks=2) as engine:
         tokens = engine.generate(prompt, 32).tokens
         engine.drain()
         on_disk(disk.daemon, BLOCKS)
     disk.restart()
-    with new_process(tiny, connector=patient(disk), ranks=2) as engine:
+    with new_process(tiny, connector=patient(disk.socket), ranks=2) as engine:
         answer = engine.generate(prompt, 32)
         assert answer.external == BLOCKS * 128, answer.params
         assert answer.tokens == tokens
@@ -216,7 +209,7 @@ def test_one_flipped_bit_on_the_disk_is_computed_again(
     block: int,
 ) -> None:
     disk = new_disk()
-    engine = new_engine(tiny, connector=patient(disk))
+    engine = new_engine(tiny, connector=patient(disk.socket))
     prompt = prompt_of(LENGTH)
     (tokens,) = kept(engine, disk, prompt)
     rank, pieces = engine.worker_connector._clients[0], []
@@ -281,7 +274,7 @@ def test_an_engine_has_a_patience_of_its_own(
     tiny: Path, new_disk: Callable[..., Disk], new_engine: NewEngine
 ) -> None:
     disk = new_disk(nvme__stall_s="60.0")
-    engine = new_engine(tiny, connector=patient(disk, fetch_s=0.3))
+    engine = new_engine(tiny, connector=patient(disk.socket, fetch_s=0.3))
     prompt = prompt_of(LENGTH)
     (tokens,) = kept(engine, disk, prompt)
     disk.restart(engine, STALLED)
@@ -296,7 +289,7 @@ def test_an_abort_ends_the_fetch_and_its_lease(
     tiny: Path, new_disk: Callable[..., Disk], new_engine: NewEngine
 ) -> None:
     disk = new_disk(nvme__stall_s="60.0")
-    engine = new_engine(tiny, connector=patient(disk))
+    engine = new_engine(tiny, connector=patient(disk.socket))
     prompt, other = prompt_of(LENGTH), prompt_of(200, seed=9)
     kept(engine, disk, prompt)
     disk.restart(engine, STALLED)
@@ -317,7 +310,7 @@ def test_a_daemon_that_is_killed_while_it_reads(
     tiny: Path, new_disk: Callable[..., Disk], new_engine: NewEngine
 ) -> None:
     disk = new_disk(nvme__stall_s="60.0")
-    engine = new_engine(tiny, connector=patient(disk))
+    engine = new_engine(tiny, connector=patient(disk.socket))
     prompt = prompt_of(LENGTH)
     (tokens,) = kept(engine, disk, prompt)
     disk.restart(engine, STALLED)

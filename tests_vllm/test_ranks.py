@@ -17,7 +17,7 @@ def test_two_ranks_to_one_and_back(tiny: Path, daemon: Daemon, new_process: NewP
     with new_process(tiny, daemon.socket, ranks=2) as pair:
         cold = pair.generate(first, 32)
         pair.drain()
-        eventually(lambda: daemon.ready() == 5, "both ranks have written", 10)
+        eventually(lambda: daemon.ready() == 5, "both ranks have written")
         assert pair.forget()
         own = pair.generate(first, 32)
         assert own.external == 640

@@ -33,6 +33,7 @@ class Options:
         lookup_s: after this long a request is computed, whatever the daemon may still answer.
         fetch_s: how long a request waits for blocks that are read from the disk: then what has come is loaded
             and the rest computed. Other requests go on meanwhile.
+        call_s: after this long without an answer the connection to the daemon is given up and made anew.
         attach_s: how long the engine's start waits for a daemon that listens.
         pins_share: part of the device blocks that may be held for their copy, whatever their request does.
     """
@@ -45,6 +46,7 @@ class Options:
     patience_s: float = 0.002
     lookup_s: float = 0.5
     fetch_s: float = 2.0
+    call_s: float = 1.0
     attach_s: float = 10.0
     pins_share: float = 0.1
 
@@ -77,6 +79,7 @@ class Options:
             ("patience_s", 0.0, 1.0),
             ("lookup_s", 0.001, 60.0),
             ("fetch_s", 0.0, 60.0),
+            ("call_s", 0.01, 600.0),
             ("attach_s", 0.0, 600.0),
             ("pins_share", 0.0, 0.5),
         ):

@@ -120,7 +120,8 @@ def scheduler_clients(vllm_config: Any, shape: Shape, fingerprint: str) -> list[
             role="scheduler",
             pool=PoolSpec("borrowed", shape.blocks),
             engine=identity.engine_id(vllm_config),
-            limits=Limits(fetch_s=options.fetch_s + 1.0),  # the courier ends a fetch in its own time
+            # The courier ends a fetch in its own time.
+            limits=Limits(call_s=options.call_s, fetch_s=options.fetch_s + 1.0),
         )
     ]
 
@@ -143,7 +144,7 @@ def worker_clients(
             copy_threads=options.copy_threads,
             scratch_block=_NULL_BLOCK,
             scratch_lock=scratch,
-            limits=Limits(handles_max=1 << 16),
+            limits=Limits(call_s=options.call_s, handles_max=1 << 16),
         )
         for bank in banks
     ]

@@ -303,6 +303,8 @@ class NvmeTier:
     def tick(self) -> None:
         """Time has passed: end promotions that stall, try a disk again that was left alone."""
         now_s = self._clock.now()
+        if self.promotions:  # what arrived a moment before the disk began to stall is told by nothing else
+            self.pump()
         self._promotions.expire(now_s - self.config.stall_s)
         if self.trouble and now_s >= self._resume_s:
             self.trouble = ""

@@ -57,9 +57,9 @@ std::size_t DiskNodes::raise(NodeId id, std::uint32_t stamp) noexcept {
   return changed;
 }
 
-void DiskNodes::lift_parent(NodeId id) noexcept {
+void DiskNodes::lift_parent(NodeId id, std::uint32_t stamp) noexcept {
   const NodeId up = index_.node(id).parent;
-  if (index_.node(up).depth > 0) nodes_[up].stamp = std::max(nodes_[up].stamp, nodes_[id].stamp);
+  if (index_.node(up).depth > 0) nodes_[up].stamp = std::max({nodes_[up].stamp, nodes_[id].stamp, stamp});
 }
 
 NodeId DiskNodes::deepest_present(NodeId id) const noexcept {

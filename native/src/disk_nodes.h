@@ -6,7 +6,7 @@
 // with all below it; holes (nodes without a record, left by rot) are no exception. Nothing is known of any
 // other node: its entry is as new, so an id that the index gives to another key needs no cleaning.
 //
-// Stamps say when a block or something below it was last used or written, in ticks of the pool's clock:
+// Stamps say when a block or something below it was last used, in ticks of the pool's clock (0 = never):
 // a parent's stamp is never below its child's. raise() climbs until it meets one that is high enough, so a
 // chain pays once per tick, not once per use.
 //
@@ -63,10 +63,8 @@ class DiskNodes {
 
   // Stamps of a present node and of all above it are at least `stamp` then. Returns the nodes it changed.
   std::size_t raise(NodeId id, std::uint32_t stamp) noexcept;
-  // The same in two parts, for a caller who goes through all nodes: first each alone, then, children first, their
-  // parents.
-  void raise_alone(NodeId id, std::uint32_t stamp) noexcept { nodes_[id].stamp = stamp; }
-  void lift_parent(NodeId id) noexcept;
+  // Its parent's stamp is at least `stamp`, and its own: for a caller who goes through all nodes, children first.
+  void lift_parent(NodeId id, std::uint32_t stamp) noexcept;
 
   // The deepest present node at or above id, or kNone. O(depth / 64 + 64).
   NodeId deepest_present(NodeId id) const noexcept;

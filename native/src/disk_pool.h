@@ -5,7 +5,7 @@
 //             any → BROKEN when the disk refuses; tried again by resume()
 //
 //   OPENING     its header, with a new sequence and nonce, is written and synced: the old life is over. Then it
-//               waits, so that nobody waits for it.
+//               waits for its turn; `spare` of them, so that nobody waits for one.
 //   FILLING     one at a time takes records
 //   SEALING     its last writes end, sync, footer, sync
 //   EVACUATING  what is worth keeping is copied to the segment that is FILLING and synced there; then it is FREE
@@ -18,8 +18,11 @@
 // Who stays. When there is no room for another segment, the oldest one that nobody reads is evacuated, a slice
 // of it in each pump(). Of its records those stay (are written again) that were used since they were written
 // or have a pinned node at or below, and those above any of them; at most `reinsert_share` of a segment, the
-// most recently used first; pinned ones in any case. "Used" is touch(), and a later write of something below.
-// A record that does not stay has nothing below it that would: stamps never decrease towards the root.
+// most recently used first; pinned ones in any case. "Used" is touch(). A later write of something below is
+// not: a chain that crosses the end of a segment while it is saved would be written twice, and whoever
+// continues a chain has found it before, which is a use. After a restart nobody knows what was used: then a
+// block with younger ones below it counts as used, or one old head would take the whole cache with it.
+// What leaves has nothing below it that was used since: stamps never decrease towards the root.
 //
 // What a crash may cut (LAWS H31). (1) A segment's header is synced before its first record is written.
 // (2) A header is written over only when every record that was copied away is synced where it is now; until
@@ -31,7 +34,7 @@
 // resume(), so that a disk that refuses everything does not cost what is on it. A file that cannot be made
 // (ENOSPC) only ends the making of files until resume(): the tier goes on with the segments that it has.
 //
-// Memory: 24 B for every id of the index, 16 B a record, 160 B a segment.
+// Memory: 24 B for every id of the index, 16 B a record, 128 B a segment.
 #pragma once
 
 #include <array>

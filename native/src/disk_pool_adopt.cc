@@ -101,7 +101,9 @@ void DiskPool::take_up_records(const DiskSurvey& survey, DiskAdopted& out) {
     const NodeId node = take_up(ref, found[ref.segment].records[ref.record], out);
     if (node != kNone) taken.push_back(node);
   }
-  for (std::size_t i = taken.size(); i-- > 0;) nodes_.lift_parent(taken[i]);
+  // See "Who stays": whoever was written after what is above it has used that.
+  for (std::size_t i = taken.size(); i-- > 0;)
+    nodes_.lift_parent(taken[i], segments_[nodes_[taken[i]].segment].age);
   out.readable = taken.size();
 }
 
@@ -131,7 +133,6 @@ NodeId DiskPool::take_up(RecordRef ref, const FooterEntry& entry, DiskAdopted& o
   ++index_.node(node).holders;
   index_.changed();
   nodes_.place(node, ref, OnDisk::kReadable);
-  nodes_.raise_alone(node, segment.age);
   ++readable_;
   live_bytes_ += entry.format.slot_bytes();
   return node;

@@ -35,7 +35,6 @@ void DiskPool::check() const {
     if (ref.segment >= segments_.size() || ref.record >= segments_[ref.segment].records.size() ||
         record(ref).node != id || record(ref).copy)
       unlawful("node", id, "its record is not its own");
-    if (nodes_[id].stamp < segments_[ref.segment].age) unlawful("node", id, "stamped before it was written");
     readable += state == OnDisk::kReadable;
     bytes += state == OnDisk::kReadable ? format_of(ref).slot_bytes() : 0;
     writing += state != OnDisk::kReadable;

@@ -306,7 +306,6 @@ void DiskPool::switch_over() {
     }
     copy.copy = false;
     nodes_.place(node, move.to, OnDisk::kReadable);
-    nodes_.raise(node, segments_[move.to.segment].age);
     ++dropped_.reinserted;
     dropped_.reinserted_bytes += formats_[copy.format].slot_bytes();
     release(old);

@@ -116,10 +116,13 @@ void DiskPool::create() {
   step(segment, mover_->create(fd(segment), segments_[segment].pages, header_of(segment)));
 }
 
-// One is ready before the one that is being filled is full.
+// All spare ones are ready before the one that is being filled is full: a sync takes as long as filling a segment, when
+// saves come as fast as the disk takes them.
 void DiskPool::open_ahead() {
-  if (stopped_ || closed_ || !in_[static_cast<std::size_t>(SegmentState::kOpening)].empty()) return;
-  for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kFree)]) {
+  const auto& opening = in_[static_cast<std::size_t>(SegmentState::kOpening)];
+  const auto& free = in_[static_cast<std::size_t>(SegmentState::kFree)];
+  for (auto it = free.begin(); it != free.end() && !stopped_ && !closed_ && opening.size() < options_.spare;) {
+    const std::uint32_t segment = *it++;
     if (segments_[segment].pages < segment_pages_) continue;
     move(segment, SegmentState::kOpening);
     DiskSegment& s = segments_[segment];
@@ -129,15 +132,18 @@ void DiskPool::open_ahead() {
     s.step = SegmentStep::kPages;
     std::vector<std::uint8_t> page(kPageBytes);
     encode(header_of(segment), page.data());
-    return step(segment, mover_->pages(fd(segment), 0, std::move(page)));
+    step(segment, mover_->pages(fd(segment), 0, std::move(page)));
   }
 }
 
-// False: none is ready.
+// False: none is ready. In the order of their sequences: of two records of a block, the later one has the higher.
 bool DiskPool::begin_filling() {
   const auto& opening = in_[static_cast<std::size_t>(SegmentState::kOpening)];
-  if (opening.empty() || segments_[*opening.begin()].step != SegmentStep::kReady) return false;
-  filling_ = *opening.begin();
+  const auto first = std::min_element(opening.begin(), opening.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return segments_[a].sequence < segments_[b].sequence;
+  });
+  if (first == opening.end() || segments_[*first].step != SegmentStep::kReady) return false;
+  filling_ = *first;
   move(filling_, SegmentState::kFilling);
   clock_ += 2;
   segments_[filling_].age = clock_;

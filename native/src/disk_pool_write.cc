@@ -88,7 +88,6 @@ DiskPool::Begun DiskPool::write(std::span<const NodeId> nodes, std::span<const S
     DiskRecord record{node, 0, arena_->control(slot).crc, static_cast<std::uint16_t>(number), false};
     const RecordRef ref = append(segment, record);
     nodes_.place(node, ref, OnDisk::kWriting);
-    nodes_.raise(node, segments_[segment].age);
     ++writing_;
     write_bytes_ += format.slot_bytes();
     orders.push_back({fd(segment), this->record(ref).page, header_of(node, root, ref), slot});
@@ -242,7 +241,7 @@ bool DiskPool::forget(NodeId node) {
   if (!nodes_.present(node)) return false;
   std::size_t count = 0, steps = kNone;
   kill_tree(node, count, steps);
-  if (!changed_.empty()) again();
+  if (!changed_.empty() || !emptied_.empty()) again();
   return true;
 }
 
@@ -250,7 +249,7 @@ bool DiskPool::drop(NodeId node) {
   require_open();
   if (!nodes_.readable(node)) return false;
   lose(node, dropped_.rot);
-  if (!changed_.empty()) again();
+  if (!changed_.empty() || !emptied_.empty()) again();
   return true;
 }
 

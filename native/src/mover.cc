@@ -71,7 +71,8 @@ void Mover::State::report(Job& job, const Run& orders, int error) {
   const bool begun = job.begun != Clock::time_point{};
   const double seconds = begun ? std::chrono::duration<double>(Clock::now() - job.begun).count() : 0;
   ended.push_back({&job, orders.first, orders.stop, last, error, seconds});  // has room: see submit()
-  if (ended.size() == 1) {
+  if (!told && (last || error != 0 || Clock::now() - taken_at >= moves::kTellEvery)) {
+    told = true;
     const std::uint64_t one = 1;
     if (::write(event.get(), &one, sizeof one) != sizeof one) std::terminate();  // a counter at 0 takes a 1
   }
@@ -100,8 +101,10 @@ std::vector<Notice> Mover::State::notices() {
     jobs.erase(found);
   }
   ended.clear();
+  taken_at = Clock::now();
   std::uint64_t count = 0;
-  if (::read(event.get(), &count, sizeof count) != sizeof count) std::terminate();  // it was readable
+  if (std::exchange(told, false) && ::read(event.get(), &count, sizeof count) != sizeof count)
+    std::terminate();  // it was readable
   return taken;
 }
 

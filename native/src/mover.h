@@ -1,9 +1,10 @@
 // Moves blocks between slots of an arena and records of segment files, on threads of its own.
 //
 // One thread submits to the disk and collects from it; others verify what was read. Neighbouring records of a
-// job travel in one request (at most kMergeBytes), header pages and slots alternating, and nothing is copied.
-// Reads go before writes, and both before chores: each kind has a share of the disk's depth, so that none
-// starves another, and within a kind jobs begin in the order in which they came.
+// job travel in one request (at most kMergeBytes, kReadMergeBytes of a read), header pages and slots alternating,
+// and nothing is copied. Reads go before writes, and both before chores: each kind has a share of the disk's
+// depth, so that none starves another. Within a kind jobs begin in the order in which they came; reads take
+// turns, a request each, so that a short one does not wait for another's whole chain.
 //
 //   read       record → FILLING slot. kOk only if the header is the expected one and every sum agrees. What the
 //              disk refuses to read as a whole is read again record by record: a bad sector costs one block.
@@ -14,7 +15,9 @@
 //   create     a file, allocated, written once from end to end with zeros, synced, then its header page, synced
 //
 // Jobs end by notices, in the order in which the disk is done: several for one job, each for some of its
-// orders; the last one says so. eventfd() is readable exactly while notices() has some.
+// orders; the last one says so. eventfd() is readable while notices() has a job's last one, an error, or one that
+// ended a millisecond or more after notices() was last emptied: a fast disk would else wake its reader for each
+// request. What ended sooner is told with whatever ends next; who cannot wait for that just asks.
 //
 // Any thread may call. Whatever a job needs is allocated by who submits it, so the mover's own threads never run
 // out of memory; the one exception, a record above kMergeBytes on its relocation, ends as kError with ENOMEM.
@@ -37,6 +40,8 @@ namespace kv {
 using MoveId = std::uint64_t;
 
 inline constexpr std::size_t kMergeBytes = std::size_t{2} << 20;
+// Larger ones gain nothing, and a virtual disk read them more slowly, by some 5 %.
+inline constexpr std::size_t kReadMergeBytes = std::size_t{1} << 20;
 
 enum class MoveStatus : std::uint8_t {
   kOk = 0,

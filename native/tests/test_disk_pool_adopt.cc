@@ -48,6 +48,7 @@ TEST_CASE("disk pool adopt: what was flushed is there again, right, and sealed i
     rig.save(rig.root(), 1, 100);
     rig.save(rig.node(50), 1000, 30);
     CHECK(rig.flush() == 0);
+    rig.settle();
   }
   {
     Rig rig(dir.path());
@@ -70,6 +71,27 @@ TEST_CASE("disk pool adopt: what was flushed is there again, right, and sealed i
   CHECK(rig.flush() == 0);
   rig.save(rig.node(1029), 2000, 10);  // and it goes on
   CHECK(rig.holds(2009));
+}
+
+TEST_CASE("disk pool adopt: an old head with younger blocks below it does not take them along") {
+  TempDir dir;
+  {
+    Rig rig(dir.path());
+    const auto head = rig.save(rig.root(), 1, 5);
+    rig.save(rig.root(), 1000, 79);  // to the end of the first segment
+    rig.save(head[4], 10, 5);
+    rig.save(rig.root(), 3000, 79);
+    CHECK(rig.flush() == 0);
+  }
+  Rig rig(dir.path());
+  CHECK(rig.adopted.readable == 168);
+  for (std::uint64_t first = 10000; rig.holds(1000) && first < 40000; first += 1000) {
+    rig.save(rig.root(), first, 40);
+    rig.settle();
+  }
+  CHECK(rig.node(1000) == kNone);
+  CHECK(rig.holds(5));
+  CHECK(rig.holds(14));
 }
 
 TEST_CASE("disk pool adopt: once, first, and of this directory") {
@@ -208,14 +230,17 @@ TEST_CASE("disk pool adopt: an index that is full, or knows the nodes already") 
 
 TEST_CASE("disk pool adopt: files that were never finished are made anew, empty ones are used") {
   TempDir dir;
+  std::uint32_t empty = kNone;
   {
     Rig rig(dir.path());
     rig.save(rig.root(), 1, 10);
     CHECK(rig.flush() == 0);
     rig.settle();
+    for (std::size_t i = 0; i < rig.pool->segments(); ++i)
+      if (rig.pool->nodes(i, 1).empty()) empty = rig.directory->segments()[i].number;
   }
   const std::size_t before = files(dir.path());
-  std::filesystem::resize_file(test::segment_path(dir.path(), 1), 12345);  // it was FREE or OPENING
+  std::filesystem::resize_file(test::segment_path(dir.path(), empty), 12345);
   Rig rig(dir.path());
   CHECK(rig.adopted.readable == 10);
   CHECK(files(dir.path()) == before - 1);

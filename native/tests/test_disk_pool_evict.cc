@@ -72,15 +72,17 @@ TEST_CASE("disk pool evict: a used block stays, with all above it, and is right;
   CHECK(rig.node(1000) == kNone);
 }
 
-TEST_CASE("disk pool evict: a save below a block is a use of it") {
+TEST_CASE("disk pool evict: a save below a block is no use of it: no chain is written twice for crossing a border") {
   TempDir dir;
   Rig rig(dir.path(), small(6));
-  const auto first = rig.save(rig.root(), 1, 5);
-  fill(rig, 3);
-  rig.save(first[4], 6, 5);
-  fill(rig, 2, 20000);
-  CHECK(rig.holds(5));
-  CHECK(rig.holds(10));
+  for (std::uint64_t first = 1000; first < 40000; first += 1000) {  // each lies in two or three segments
+    rig.save(rig.root(), first, 3 * kPerSegment / 2);
+    rig.settle();
+  }
+  const DiskDropped dropped = rig.pool->take_dropped();
+  CHECK(dropped.evicted > 0);
+  CHECK(dropped.reinserted == 0);
+  CHECK(dropped.over_budget == 0);
 }
 
 TEST_CASE("disk pool evict: beyond reinsert_share the least recently used leave, with all below them") {
@@ -94,9 +96,11 @@ TEST_CASE("disk pool evict: beyond reinsert_share the least recently used leave,
   fill(rig, 1);
   for (const auto& chain : chains) rig.pool->touch(chain);
   fill(rig, 1, 3000);
+  rig.pool->touch(chains[7]);
+  const auto tail = rig.save(chains[7][9], 900, 3);  // in a newer segment
+  rig.save(rig.root(), 950, 2);                      // the next one is begun: what is used now was used later
   rig.pool->touch(chains[5]);
   rig.pool->touch(chains[2]);
-  const auto tail = rig.save(chains[7][9], 900, 3);  // a use, and in a newer segment
   DiskDropped dropped;
   for (std::uint64_t first = 20000; dropped.reinserted == 0 && first < 60000; first += 1000) {
     rig.save(rig.root(), first, 10);
@@ -104,7 +108,8 @@ TEST_CASE("disk pool evict: beyond reinsert_share the least recently used leave,
     dropped = rig.pool->take_dropped();
   }
   CHECK(dropped.reinserted == 21);
-  CHECK(dropped.over_budget == 59 + 3 + kPerSegment);  // a chain that begins here goes on in the next segment
+  CHECK(dropped.over_budget == 59 + 3);
+  CHECK(dropped.evicted >= kPerSegment);  // a chain that begins here goes on in the next segment
   CHECK(rig.readable(chains[5]) + rig.readable(chains[2]) == 20);
   CHECK(rig.readable(chains[7]) == 1);  // its head; the rest goes with all below it
   CHECK(rig.readable(tail) == 0);
@@ -269,7 +274,7 @@ TEST_CASE("disk pool evict: a sync that fails leaves the old records in their pl
   rig.faults->fail(DiskOp::kSync, EIO);
   rig.faults->release(DiskOp::kRead);
   rig.settle();
-  CHECK(rig.pool->counts().broken == 1);
+  CHECK(rig.pool->counts().broken >= 1);
   CHECK(rig.pool->counts().evacuating == 0);
   CHECK(rig.readable(chains[0]) == 20);
   CHECK(rig.pool->take_dropped().reinserted == 0);

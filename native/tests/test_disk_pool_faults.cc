@@ -93,7 +93,8 @@ TEST_CASE("disk pool: a flush waits for what was accepted before it, and tells w
   CHECK(rig.troubles == std::vector<int>{EIO});
   CHECK(rig.pool->counts().broken == 1);
   CHECK(rig.read(nodes).ok == sorted(nodes));  // still
-  CHECK(rig.flush() == EIO);           // and still not on the medium
+  CHECK(rig.flush() == EIO);                   // and still not on the medium
+  rig.settle();
   rig.faults->fail(DiskOp::kSync, 0);
   rig.pool->resume();
   rig.settle();
@@ -184,6 +185,7 @@ TEST_CASE("disk pool: without direct I/O, what a sync has refused is given up, a
   rig.faults->fail(DiskOp::kSync, EIO);
   CHECK(rig.flush() == EIO);
   CHECK(rig.holds(14));  // readable, as long as nobody asks for more
+  rig.settle();
   rig.faults->fail(DiskOp::kSync, 0);
   rig.pool->resume();
   rig.settle();
@@ -202,7 +204,6 @@ TEST_CASE("disk pool: a header or footer that cannot be written is written again
   rig.settle();
   const auto nodes = rig.save(rig.root(), 1, 84);  // the first segment is full
   rig.settle();
-  rig.faults->fail(DiskOp::kSync, 0);
   FaultSpec torn;
   torn.torn = 1;
   rig.faults->set(torn);
@@ -218,6 +219,6 @@ TEST_CASE("disk pool: a header or footer that cannot be written is written again
   rig.settle();
   CHECK(rig.pool->counts().broken == 0);
   CHECK(rig.pool->counts().sealed == 1);
-  CHECK(rig.pool->counts().opening == 1);
+  CHECK(rig.pool->counts().opening == 2);
   CHECK(rig.read({nodes.begin(), nodes.begin() + 50}).ok.size() == 50);
 }

