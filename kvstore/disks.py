@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore import quarantine
+from kvstore.clock import Clock
 from kvstore.group import Group
 from kvstore.store import Store
+from kvstore.tiers.alarms import Alarms
 from kvstore.tiers.nvme import Flushed, NvmeTier
 from kvstore.tiers.promotions import OWNER
 
@@ -29,7 +32,10 @@ class DiskLoop:
         self._loop = loop
         self._disks = [group.nvme for group in store.groups.values() if isinstance(group.nvme, NvmeTier)]
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes: list[_Wake] = []
         for disk in self._disks:
+            wake = _Wake(disk.alarms, store.clock, loop)
+            self._wakes.append(wake)
             loop.add_reader(disk.eventfd, disk.pump)
             disk.pump()
         if self._disks:
@@ -47,9 +53,49 @@ class DiskLoop:
         self._settled.cancel()
         if self._timer is not None:
             self._timer.cancel()
+        for wake in self._wakes:
+            wake.close()
         for disk in self._disks:
             self._loop.remove_reader(disk.eventfd)
         self._disks = []
+
+
+class _Wake:
+    """One disk's alarms, rung at their moment: a timer of the loop is late by a millisecond or two."""
+
+    def __init__(self, alarms: Alarms, clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+        self._alarms = alarms
+        self._clock = clock
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._at_s = math.inf
+        alarms.wake_at = self._wake_at
+        if alarms.next_s is not None:
+            self._wake_at(alarms.next_s)
+
+    def _wake_at(self, at_s: float) -> None:
+        if at_s < self._at_s:
+            self._forget()
+            self._at_s = at_s
+            self._timer = self._loop.call_later(max(0.0, at_s - self._clock.now()), self._ring)
+
+    def _ring(self) -> None:
+        self._forget()
+        self._alarms.ring()  # tells of the next, also of this one if the timer was early by a rounding
+
+    def _forget(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._at_s = None, math.inf
+
+    def close(self) -> None:
+        """Ring no more."""
+        self._forget()
+        self._alarms.wake_at = _nothing
+
+
+def _nothing(_: float) -> None:
+    """The loop ends."""
 
 
 def _settled(store: Store) -> None:

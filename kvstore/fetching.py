@@ -2,25 +2,62 @@
 
 What is on HOST is ready at once, the rest is promoted from the disk. A fetch ends when everything is there,
 or with what arrived: a bad record, a stalling disk or a full HOST cost the blocks from there on, no more.
+
+A fetch may be watched by the lag rule (kvstore/policy/lag.py): at the moment at which the rule fires it is
+given up, unless so much has arrived meanwhile that it fires later; then it is looked at again at that moment.
+Asking costs nothing while blocks arrive.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore._native import SlotFormat
 from kvstore.errors import BadRequest, NotFound
 from kvstore.leases import Lease, LeaseState
+from kvstore.policy.lag import LagRule, arrived_share
+from kvstore.tiers.alarms import Alarm
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.noop import NoDisk
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.promotions import Promotion
+from kvstore.tiers.promotion import Promotion
 
-__all__ = ["Fetches", "Fetching"]
+__all__ = ["Fetches", "Fetching", "Watch"]
 
 OnProgress = Callable[["Fetching"], None]
+
+
+def _not_told(_: int) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The lag rule for one fetch, from the moment at which it begins.
+
+    Attributes:
+        rule: R and W of what is fetched.
+        rest_s: predicted seconds to compute what has not arrived, of how many leading blocks of the fetch
+            have; 0 only for all of them. Those that were on HOST when it began count as arrived.
+        on_time_s: predicted seconds from the start until so many have arrived; 0 = not known.
+    """
+
+    rule: LagRule
+    rest_s: Callable[[int], float]
+    on_time_s: Callable[[int], float] = _not_told
+
+    def due_s(self, arrived: int) -> float:
+        """When to look if no more arrives than these, in seconds since the fetch began; perhaps infinite.
+
+        Raises:
+            ValueError: a prediction is no number of seconds.
+        """
+        share = arrived_share(self.rule.recompute_s, self.rest_s(arrived))
+        return self.rule.due_s(share, self.on_time_s(arrived))
 
 
 class Fetching:
@@ -31,6 +68,7 @@ class Fetching:
         start, ready: blocks [start, ready) can be copied now.
         stop: where it ends; lowered when the rest will not come.
         reason: why it was lowered.
+        lagged: it was given up by its `Watch`.
     """
 
     def __init__(self, lease: Lease, start: int, stop: int, host: HostTier, shape: SlotFormat) -> None:
@@ -38,6 +76,7 @@ class Fetching:
         self.start = self.ready = start
         self.stop = stop
         self.reason = ""
+        self.lagged = False
         self._host = host
         self._shape = shape
 
@@ -51,29 +90,49 @@ class Fetching:
         return self._host.runs(self.lease.nodes[start:stop], self._shape)
 
 
+@dataclass(slots=True)
+class _Running:
+    """A fetch that waits for the disk."""
+
+    fetching: Fetching
+    promotion: Promotion
+    on_progress: OnProgress
+    watch: Watch | None
+    began_s: float
+    alarm: Alarm | None = None
+
+
 class Fetches:
     """All fetches of one trust group that have not ended."""
 
     def __init__(self, host: HostTier, nvme: NvmeTier | NoDisk) -> None:
         self._host = host
         self._nvme = nvme
-        self._running: dict[int, tuple[Fetching, Promotion, OnProgress]] = {}
+        self._running: dict[int, _Running] = {}
 
     def __len__(self) -> int:
         return len(self._running)
 
     def __iter__(self) -> Iterator[Fetching]:
-        return iter([fetching for fetching, _, _ in self._running.values()])
+        return iter([running.fetching for running in self._running.values()])
 
     def begin(
-        self, lease: Lease, start: int, stop: int, shape: SlotFormat, on_progress: OnProgress
+        self,
+        lease: Lease,
+        start: int,
+        stop: int,
+        shape: SlotFormat,
+        on_progress: OnProgress,
+        watch: Watch | None = None,
     ) -> Fetching:
         """Bring blocks [start, stop) of a lease to HOST.
 
         Args:
             on_progress: called on the loop whenever more is ready, until the fetch is over; not by this call.
+            watch: gives up what is late; None = nobody minds, short of `nvme.stall_s`.
 
         Raises:
+            ValueError: a prediction of `watch` is no number of seconds; nothing was begun.
             BadRequest: outside the match, not continuing what is on HOST, or a fetch of it is under way.
             NotFound: a block has left HOST and is nowhere else.
         """
@@ -90,11 +149,15 @@ class Fetches:
             _pass_through(lease)
             return fetching
         if lease.state is LeaseState.ABANDONED:
-            raise BadRequest("fetch: this lease's was abandoned because the disk stalled; look up again")
+            raise BadRequest(
+                "fetch: this lease's was abandoned because the disk stalled or lagged; look up again"
+            )
         if not isinstance(self._nvme, NvmeTier):
             raise NotFound(f"fetch: block {fetching.ready} is not on HOST any more; compute from there on")
         if fetching.ready == start > 0 and not self._continues(int(lease.nodes[start - 1])):
             raise BadRequest(f"fetch.start: block {start - 1} is neither on HOST nor on NVME; start earlier")
+        began_s = self._nvme.alarms.clock.now()
+        due_s = began_s + watch.due_s(fetching.ready - start) if watch is not None else math.inf
         if lease.state is not LeaseState.FETCHING:
             lease.move(LeaseState.FETCHING)
         first = fetching.ready
@@ -105,9 +168,34 @@ class Fetches:
             on_progress(fetching)
 
         promotion = self._nvme.promote(lease.nodes[first:stop], shape, changed)
-        self._running[lease.id] = (fetching, promotion, on_progress)
+        running = self._running[lease.id] = _Running(fetching, promotion, on_progress, watch, began_s)
         self._follow(fetching, promotion, first)
+        if not fetching.over:
+            self._look_at(due_s, running, self._nvme)
         return fetching
+
+    def _look_at(self, due_s: float, running: _Running, nvme: NvmeTier) -> None:
+        if due_s < math.inf:
+            running.alarm = nvme.alarms.set(due_s, lambda: self._look(running, nvme))
+
+    def _look(self, running: _Running, nvme: NvmeTier) -> None:
+        """The lag rule fires, unless more has arrived since this moment was computed."""
+        nvme.pump()  # what has come and was not told yet counts
+        fetching, watch = running.fetching, running.watch
+        if fetching.over or watch is None:
+            return
+        arrived, now_s = fetching.ready - fetching.start, nvme.alarms.clock.now()
+        due_s = running.began_s + watch.due_s(arrived)
+        if now_s < due_s:
+            self._look_at(due_s, running, nvme)
+            return
+        fetching.lagged = True
+        nvme.abandon(
+            running.promotion,
+            f"it lagged: {arrived} of {fetching.stop - fetching.start} blocks had come after "
+            f"{now_s - running.began_s:.3g} s; to load all was predicted to take {watch.rule.load_s:.3g} s, "
+            f"to compute them {watch.rule.recompute_s:.3g} s",
+        )
 
     def _continues(self, node: int) -> bool:
         """Whether a block may be published behind this one."""
@@ -121,19 +209,23 @@ class Fetches:
         lease.brought = (first, fetching.ready)
         lease.host = max(lease.host, fetching.ready)
         if fetching.over:
-            self._running.pop(lease.id, None)
+            running = self._running.pop(lease.id, None)
+            if running is not None and running.alarm is not None:
+                running.alarm.cancel()
             if lease.state is LeaseState.FETCHING:
-                lease.move(LeaseState.ABANDONED if promotion.stalled else LeaseState.DONE)
+                lease.move(LeaseState.ABANDONED if promotion.abandoned else LeaseState.DONE)
 
     def end(self, lease: Lease) -> None:
         """Its lease ends, released or revoked: whoever waits for the rest hears that it will not come."""
         running = self._running.pop(lease.id, None)
         if running is None or not isinstance(self._nvme, NvmeTier):
             return
-        fetching, promotion, on_progress = running
+        if running.alarm is not None:
+            running.alarm.cancel()
+        fetching, promotion = running.fetching, running.promotion
         self._nvme.give_up(promotion, "its lease has ended")
         fetching.stop, fetching.reason = fetching.ready, promotion.reason
-        on_progress(fetching)
+        running.on_progress(fetching)
 
 
 def _pass_through(lease: Lease) -> None:

@@ -24,6 +24,7 @@ from kvstore.leases import Lease, Leases, LeaseState
 from kvstore.memory import GroupMemory
 from kvstore.meters import Meters
 from kvstore.policy.admission import Admission
+from kvstore.pricing import Pricing
 from kvstore.tenants import Origin
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.tiers.host import HostTier
@@ -60,6 +61,7 @@ class Group:
         self.arena = memory.arena
         self.index = memory.index
         self.huge = memory.huge
+        self.pricing = Pricing(clock)
         self.host = HostTier(memory)
         self.nvme: NvmeTier | NoDisk = _nvme(memory, self.host, config, clock)
         self.fetches = Fetches(self.host, self.nvme)

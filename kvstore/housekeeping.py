@@ -45,7 +45,7 @@ class Housekeeping:
         self._tasks: list[asyncio.Task[None]] = []
         self._lag: LoopLag | None = None
         self._state: StateDir | None = None
-        self._saved = b""
+        self._saved: object = None  # what was known then
         self.metrics: MetricsServer | None = None
 
     async def restore(self) -> None:
@@ -118,9 +118,8 @@ class Housekeeping:
 
     async def _restore(self, state: StateDir) -> None:
         """What an earlier daemon learnt; a file that is no such thing is put aside, never overwritten."""
-        meters = {name: group.meters for name, group in self._store.groups.items()}
         try:
-            learnt.restore(await read_small(state.file), meters)
+            learnt.restore(await read_small(state.file), self._store.groups)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -129,11 +128,11 @@ class Housekeeping:
             await asyncio.to_thread(_put_aside, state.file, aside)
 
     async def _save(self, state: StateDir) -> None:
-        data = learnt.written({name: group.meters for name, group in self._store.groups.items()})
-        if data == self._saved:
+        news = learnt.news(self._store.groups)
+        if news == self._saved:
             return
         try:
-            await write_atomic(state.file, data)
+            await write_atomic(state.file, learnt.written(self._store.groups))
         except (OSError, ValueError) as error:
             log.warning(
                 "learnt state not saved",
@@ -142,7 +141,7 @@ class Housekeeping:
                 fix="make room in daemon.state_dir, or unset it",
             )
             return
-        self._saved = data
+        self._saved = news
 
 
 def _put_aside(file: Path, aside: Path) -> None:

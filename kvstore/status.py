@@ -13,6 +13,8 @@ from dataclasses import asdict
 from kvstore import __version__
 from kvstore.callers import Engine
 from kvstore.group import Group
+from kvstore.policy.trust import PROBE_BYTES
+from kvstore.pricing import Pricing, Source
 from kvstore.store import Store
 from kvstore.tiers.noop import NoDisk
 from kvstore.tiers.nvme import NvmeTier
@@ -22,6 +24,8 @@ __all__ = ["quarantined", "status"]
 # A report must fit in one frame; a node with more engines than this is read from its counts.
 ENGINES_LISTED_MAX = 256
 _MODEL_CHARS_MAX = 80
+# Prompts by whose seconds a curve is shown: one that fits a step or two, and one that is mostly attention.
+_PROMPTS = (1_000, 8_000)
 
 
 def status(store: Store) -> dict[str, object]:
@@ -67,6 +71,7 @@ def _group(group: Group) -> dict[str, object]:
         },
         "transfers": {kind: asdict(moved) for kind, moved in group.meters.moved.items()},
         "prefill_tokens_per_s": group.meters.prefill_tokens_per_s,
+        "pricing": _pricing(group),
     }
 
 
@@ -82,6 +87,43 @@ def _nvme(nvme: NvmeTier | NoDisk) -> dict[str, object] | None:
         "promotions": nvme.promotions,
         **nvme.counters.report(),
         "admission": nvme.admission.report(),
+    }
+
+
+def _pricing(group: Group) -> dict[str, object]:
+    """What is known of the cost of bytes: by source to load them, by namespace to compute them."""
+    pricing = group.pricing
+    listed = {engine.namespace for engine in itertools.islice(group.engines.values(), ENGINES_LISTED_MAX)}
+    models = {namespace.digest.hex(): namespace.model for namespace in listed}
+    return {
+        "sources": {_name(source): _source(pricing, source) for source in pricing.sources()},
+        "curves": {name: _curve(pricing, name, models.get(name)) for name in pricing.namespaces()},
+    }
+
+
+def _name(source: Source) -> str:
+    return f"{source.tier}:{source.name}" if source.name else str(source.tier)
+
+
+def _source(pricing: Pricing, source: Source) -> dict[str, object]:
+    """Bandwidth is that of a probe's bytes; trust is None where nobody has asked for it yet."""
+    speed = pricing.rates.speed(source, PROBE_BYTES)
+    trust = pricing.trusts.get(source)
+    return {
+        "latency_s": speed.latency_s,
+        "bytes_per_s": speed.bytes_per_s,
+        "samples": speed.samples,
+        "trust": trust.report() if trust is not None else None,
+    }
+
+
+def _curve(pricing: Pricing, namespace: str, model: str | None) -> dict[str, object]:
+    """`seconds` by tokens of a prompt, computed on its own; `model` is None where no engine is attached."""
+    curve = pricing.curves[namespace]
+    return {
+        "model": model[:_MODEL_CHARS_MAX] if model is not None else None,
+        "steps": curve.steps,
+        "seconds": {str(tokens): curve.seconds(0, tokens) for tokens in _PROMPTS},
     }
 
 

@@ -246,11 +246,12 @@ class StoreTables:
         handle.saves.append(self._client.save(handle.chain, start, stop, blocks))
         handle.saved = stop
 
-    # ---- what the daemon's metrics are made of -------------------------------------------------------------
+    # ---- what the daemon counts and learns from ------------------------------------------------------------
 
     def computed(self, step: StepTime) -> None:
-        if step.prefill_tokens and step.prefill_tokens >= step.decodes:  # mostly prefill
-            self._client.note_prefill(step.prefill_tokens, step.seconds)
+        self._client.note_prefill(
+            step.prefill_tokens, step.seconds, step.prefill_area, step.decodes, step.decode_context
+        )
 
     def ended(self, report: Report) -> None:
         if report.ttft_s is not None:

@@ -13,6 +13,7 @@ layout       where the cells of a block lie in that memory      identity   whose
 binding      what a block depends on beside its tokens          weights    fingerprints of model and adapters
 messages     what the two sides tell each other                 metrics    what vLLM logs and exports
 start        from vLLM's configuration to clients               options    what a user may set
+steps        how long the engine's steps take, and its requests wait
 """
 
 from __future__ import annotations

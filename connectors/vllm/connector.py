@@ -85,6 +85,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.is_kv_producer,
                 self._tally,
             )
+            self._scheduler.steps.timed = vllm_config.parallel_config.pipeline_parallel_size == 1
             shape, scheduler = self._shape, self._scheduler
             self._start(
                 lambda weights: start.scheduler_clients(vllm_config, shape, weights),

@@ -59,11 +59,13 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     Attributes:
         loads, saves: begin these.
         idle: the step computes nothing, so a rank may wait a moment for what is about to end.
+        step: its number.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     idle: bool = False
+    step: int = 0
 
 
 @dataclass(slots=True)
@@ -90,12 +92,14 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         bad: request → positions, counted from the load's first block, whose stored bytes are wrong.
         loaded: request → leading blocks that are good; the least of all ranks counts.
         reasons: request → why its load came short.
+        step: number of the step that has ended.
     """
 
     saves: dict[int, Saved] = field(default_factory=dict)
     bad: dict[str, set[int]] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         """Both ranks' reports as one."""
@@ -114,4 +118,5 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.loaded[request] = min(good, self.loaded.get(request, good))
         for request, reason in other.reasons.items():
             self.reasons.setdefault(request, reason)
+        self.step = max(self.step, other.step)
         return self

@@ -27,6 +27,7 @@ from .messages import LoadOrder, StepOrders, StepReport
 from .metrics import Tally
 from .options import Options, reuse_of
 from .saves import Saves
+from .steps import Steps
 from .tracked import Answer, Tracked
 
 __all__ = ["Scheduler"]
@@ -57,6 +58,7 @@ class Scheduler:
         self._may_save = saves
         self._courier = Courier(block_tokens, options.tenant, options.fetch_s)
         self._saves = Saves(self._courier, options.pins_share, banks, tally)
+        self.steps = Steps(options.tenant)
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[LoadOrder] = []
         self._idle = True  # the last step computed nothing
@@ -65,6 +67,7 @@ class Scheduler:
     def serve(self, client: Client) -> None:
         """From now on there is a client."""
         self._courier.serve(client)
+        self.steps.serve(client)
 
     def bind(self, pool: Any, groups: int) -> None:
         """vLLM's block pool: pins, and the daemon's picture of the device."""
@@ -258,7 +261,8 @@ class Scheduler:
         self._idle = not step.num_scheduled_tokens
         # Requests that are being answered must not wait for one that is new.
         self._patience_s = self._options.patience_s * (1.0 if self._idle else _BUSY_SHARE)
-        return StepOrders(loads, self._saves.due(), idle=self._idle)
+        saves, number = self._saves.due(), self.steps.begin(step, self._tracked)
+        return StepOrders(loads, saves, idle=self._idle, step=number)
 
     def _save(self, tracked: Tracked, blocks: Any, scheduled: int) -> None:
         request = tracked.request
@@ -284,6 +288,7 @@ class Scheduler:
     def heard(self, report: StepReport | None, received: set[str]) -> None:
         """What the ranks answered with a step: reports, and requests whose load has ended on all of them."""
         report = report or StepReport()
+        self.steps.end(report.step)
         for number, saved in report.saves.items():
             self._saves.answered(number, saved)
         for request_id in report.loaded:

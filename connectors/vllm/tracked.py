@@ -108,6 +108,8 @@ class Tracked:
         hits: tokens loaded then, by tier.
         reason: why nothing could be loaded, or why the daemon planned so.
         ended: the engine is done with it.
+        arrived_s: on the monotonic clock.
+        answered: its first token was scheduled.
     """
 
     request: Any
@@ -132,6 +134,8 @@ class Tracked:
     hits: dict[Tier, int] = field(default_factory=dict)
     reason: str = ""
     ended: bool = False
+    arrived_s: float = field(default_factory=time.monotonic)
+    answered: bool = False
 
     @property
     def first_admission(self) -> bool:

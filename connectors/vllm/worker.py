@@ -85,7 +85,7 @@ class Worker:
 
     def begin_loads(self, orders: StepOrders) -> None:
         """Submit the step's loads. Copies go on while the engine computes."""
-        self._idle = orders.idle
+        self._idle, self._report.step = orders.idle, orders.step
         self._loading += [self._begin_load(order) for order in orders.loads]
 
     def begin_saves(self, orders: StepOrders) -> None:
@@ -179,13 +179,13 @@ class Worker:
         return failed
 
     def report(self) -> StepReport | None:
-        """What the scheduler has to know of this step; None if nothing."""
+        """What the scheduler has to know of this step; None if it had no orders of ours."""
         while self._saved:
             number, saved = self._saved.popleft()
             self._under_way -= 1
             self._report.saves[number] = saved
         report, self._report = self._report, StepReport()
-        return report if report.saves or report.loaded else None
+        return report if report.step or report.saves or report.loaded else None
 
     # ---- the thread that copies out ----------------------------------------------------------------------
 

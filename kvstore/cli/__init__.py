@@ -31,6 +31,8 @@ COMMANDS = (
     "stop",
     "status",
     "top",
+    "explain",
+    "calibrate",
     "check",
     "flush",
     "demo",

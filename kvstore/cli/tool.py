@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvstore.errors import DeadlineExceeded, Unavailable, from_status
+from kvstore.errors import STATUS, DeadlineExceeded, NotFound, Unavailable, from_status
 from kvstore.processes import peer_ids, peer_pidfd
 from kvstore.rpc import messages as m
 
@@ -47,7 +47,8 @@ class NoAnswer(Unavailable):
 
 
 class Tool:
-    """One connection with the role "tool": it may ask for status, checks, a flush and the daemon's end.
+    """One connection with the role "tool": it may ask for status, checks, explanations, a flush and
+    the daemon's end.
 
     Args:
         path: the daemon's socket.
@@ -99,6 +100,23 @@ class Tool:
             why = f"it is older than this command: its report has no {', '.join(missing)}"
             raise NoAnswer(self._path, "version", why, _OTHER_INSTALLATION)
         return report
+
+    def explain(self, request: str) -> dict[str, Any]:
+        """What the daemon decided for a request and what came of it; what it says: `kvstore.explaining`.
+
+        Args:
+            request: "" = the latest.
+
+        Raises:
+            NotFound: nothing is remembered of it.
+        """
+        reply = self._round_trip(m.Explain(request))
+        if isinstance(reply, m.Failed) and reply.status == STATUS[NotFound]:
+            raise NotFound(reply.message)
+        if not isinstance(reply, m.Explained):
+            raise self._refused(reply)
+        told: dict[str, Any] = json.loads(reply.json)
+        return told
 
     def flush(self, timeout_s: float) -> m.Flushed:
         """Ask the daemon to bring what its disks have accepted to the medium, and wait for that.

@@ -1,4 +1,4 @@
-"""Status, self-check, heartbeat, quiesce and timings: small things that every role may ask or say."""
+"""Status, self-check, explanations, heartbeat, quiesce and timings: small things that all may ask or say."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import msgspec
 from kvstore.client.core import Core, ask
 from kvstore.client.effects import Link, Op, Work
 from kvstore.errors import BadRequest, KVStoreError, Refused
-from kvstore.rpc.messages import Check, Done, Heartbeat, Quiesced, Quieted, Status, StatusReport
+from kvstore.rpc.messages import (
+    Check,
+    Done,
+    Explain,
+    Explained,
+    Heartbeat,
+    Quiesced,
+    Quieted,
+    Status,
+    StatusReport,
+)
 
-__all__ = ["heartbeat", "quiesced", "report_of", "tell"]
+__all__ = ["explained", "heartbeat", "quiesced", "report_of", "tell"]
 
 
 def report_of(core: Core, message: Status | Check) -> Op[dict[str, Any]]:
@@ -30,6 +40,21 @@ def report_of(core: Core, message: Status | Check) -> Op[dict[str, Any]]:
     except msgspec.MsgspecError as error:
         return {"attached": False, "reason": str(core.broken(attachment.link, f"status report: {error}"))}
     return {"attached": True, **content}
+
+
+def explained(core: Core, request: str) -> Op[dict[str, Any]]:
+    """What the daemon decided for a request, as a dict; {"known": False, "reason": …} when it cannot."""
+    attachment = core.attachment
+    if attachment is None:
+        return {"known": False, "reason": str(core.refusal or "no daemon is attached")}
+    try:
+        answer = yield from ask(core, attachment.link, Explain(request), Explained, core.call_deadline())
+        content = msgspec.json.decode(answer.json, type=dict[str, Any])
+    except KVStoreError as error:
+        return {"known": False, "reason": str(error)}
+    except msgspec.MsgspecError as error:
+        return {"known": False, "reason": str(core.broken(attachment.link, f"explanation: {error}"))}
+    return {"known": True, **content}
 
 
 def heartbeat(core: Core) -> Op[bool]:

@@ -17,6 +17,7 @@ from kvstore.client.loading import Loading
 from kvstore.client.values import Counters, KVMemory, Limits, PoolSpec, Role, Setup
 from kvstore.errors import BadRequest, KVStoreError
 from kvstore.keys import KeyChain
+from kvstore.policy.prefill import Step
 from kvstore.types import BlockLayout, Hit, Namespace, Reuse
 
 __all__ = ["Face", "as_blocks", "as_keys"]
@@ -182,11 +183,37 @@ class Face:
             raise BadRequest(f"note_request: {reused_tokens} of {prompt_tokens} tokens in {ttft_s} s")
         self._core.timings.note_request(tenant, float(ttft_s), int(prompt_tokens), int(reused_tokens))
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """A step of the engine computed so many prompt tokens (at least half of what it computed)."""
-        if tokens < 0 or not 0.0 <= seconds < float("inf"):
-            raise BadRequest(f"note_prefill: {tokens} tokens in {seconds} s")
-        self._core.timings.note_prefill(int(tokens), float(seconds))
+    def note_prefill(
+        self,
+        tokens: int,
+        seconds: float,
+        area: float | None = None,
+        decodes: int = 0,
+        decode_context: int = 0,
+    ) -> None:
+        """A step of the engine ended: noted here, told to the daemon with a heartbeat, for its prefill curve.
+
+        Note those that only decode, too: they tell what load costs. Leave out steps that waited for a load.
+
+        Args:
+            tokens: of prompts, computed in this step.
+            seconds: of the whole step.
+            area: sum of p * (start + p / 2) over its chunks of p prompt tokens that begin at position
+                `start`; None = a single chunk at the beginning of a prompt.
+            decodes: sequences that computed one token in it.
+            decode_context: sum of their lengths in tokens.
+
+        Raises:
+            BadRequest: names the number that cannot be.
+        """
+        area = tokens * tokens / 2 if area is None else area
+        try:
+            step = Step(int(tokens), float(area), int(decodes), int(decode_context), float(seconds))
+        except (ValueError, OverflowError) as error:  # of an infinity that should be an integer, too
+            raise BadRequest(f"note_prefill: {error}") from None
+        self._core.timings.note_step(
+            (step.prefill_tokens, step.prefill_area, step.decodes, step.decode_context, step.seconds)
+        )
 
     # ---- callbacks -------------------------------------------------------------------------------------
 

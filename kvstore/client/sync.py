@@ -239,6 +239,18 @@ class Client(Face):
         """Let the daemon check its conservation laws: {"ok": …}; {"attached": False, …} without one."""
         return self._run(asking.report_of(self._core, Check()))
 
+    def explain(self, request: str = "") -> dict[str, Any]:
+        """Why a request of this client's tenants was reloaded or recomputed, and what came of it.
+
+        Args:
+            request: the engine's name for it, or the number of its lease; "" = the latest.
+
+        Returns:
+            "words", sentences for a person, and the facts behind them; {"known": False, "reason": …} when
+            nothing is remembered of it, or there is no daemon.
+        """
+        return self._run(asking.explained(self._core, request))
+
     def heartbeat(self) -> bool:
         """Is the daemon alive? (The background thread asks often enough for the daemon.)"""
         return self._run(asking.heartbeat(self._core))

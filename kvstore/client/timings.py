@@ -10,12 +10,14 @@ import threading
 from collections import deque
 from itertools import islice
 
-from kvstore.rpc.messages import TIMINGS_MAX, Timings
+from kvstore.rpc.messages import TIMINGS_MAX, StepRow, Timings
 
 __all__ = ["Outbox"]
 
-# Kept while no daemon is there: the newest so many requests and steps, 0.5 MB at most.
+# Kept while no daemon is there: the newest so many requests and steps, 1 MB at most.
 KEPT_MAX = 4096
+# Of steps that only decode: the daemon learns from no more of them, and counts none. Older ones are no loss.
+DECODES_MAX = 256
 
 
 class Outbox:
@@ -24,7 +26,8 @@ class Outbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._requests: deque[tuple[str, float, int, int]] = deque()
-        self._prefills: deque[tuple[int, float]] = deque()
+        self._prefills: deque[StepRow] = deque()
+        self._decodes: deque[StepRow] = deque(maxlen=DECODES_MAX)
         self._copies: dict[str, tuple[int, int, float]] = {}
         self._lost = 0
 
@@ -36,10 +39,13 @@ class Outbox:
                 self._requests.popleft()
                 self._lost += 1
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """A step that mostly computed prompts."""
+    def note_step(self, step: StepRow) -> None:
+        """A step of the engine ended."""
         with self._lock:
-            self._prefills.append((tokens, seconds))
+            if not step[0]:
+                self._decodes.append(step)
+                return
+            self._prefills.append(step)
             if len(self._prefills) > KEPT_MAX:
                 self._prefills.popleft()
                 self._lost += 1
@@ -53,10 +59,12 @@ class Outbox:
     def take(self) -> Timings | None:
         """The next message, None when there is nothing to tell. What it holds is forgotten here."""
         with self._lock:
-            if not (self._requests or self._prefills or self._copies or self._lost):
+            if not (self._requests or self._prefills or self._decodes or self._copies or self._lost):
                 return None
             requests = list(islice(self._requests, TIMINGS_MAX))
-            prefills = list(islice(self._prefills, TIMINGS_MAX))
+            prefills = list(islice(self._prefills, TIMINGS_MAX - len(self._decodes)))
+            steps = [*self._decodes, *prefills]
+            self._decodes.clear()
             for _ in requests:
                 self._requests.popleft()
             for _ in prefills:
@@ -64,9 +72,10 @@ class Outbox:
             copies, self._copies = self._copies, {}
             lost, self._lost = self._lost, 0
         transfers = [(kind, *sums) for kind, sums in sorted(copies.items())]
-        return Timings(requests, prefills, transfers, lost)
+        return Timings(requests, steps, transfers, lost)
 
     def lose(self, message: Timings) -> None:
         """A message did not arrive, as far as is known: it is counted, not sent twice."""
         with self._lock:
-            self._lost += len(message.requests) + len(message.prefills) + message.lost
+            prefills = sum(1 for step in message.steps if step[0])
+            self._lost += len(message.requests) + prefills + message.lost

@@ -17,7 +17,7 @@ from kvstore.errors import ConfigError
 __all__ = ["anchor_paths", "assign", "explain", "parse_bytes", "parse_units", "read_file"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
-_SIZES = ("_bytes", "_bytes_max", "_bytes_per_day")
+_SIZES = ("_bytes", "_bytes_max", "_bytes_per_day", "_bytes_per_s")
 # key → what it may hold beside sizes.
 _NO_SIZE: dict[str, tuple[object, ...]] = {"write_budget_bytes_per_day": (-1, "-1")}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {

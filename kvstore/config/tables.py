@@ -209,6 +209,9 @@ class NvmeConfig(Table, frozen=True):
         stall_s: a fetch that brings nothing for so long ends with what has arrived.
         write_queue_bytes: most bytes of blocks that are accepted and not yet written; HOST keeps them so
             long.
+        limit_bytes_per_s: for experiments: of one trust group no more than this arrives from the disk; 1 = a
+            stall, 0 = no limit.
+        added_latency_s: for experiments: what the disk has read arrives so much later.
     """
 
     directory: str = ""
@@ -221,6 +224,8 @@ class NvmeConfig(Table, frozen=True):
     threads: int = 1
     stall_s: float = 1.0
     write_queue_bytes: int = 256 << 20
+    limit_bytes_per_s: int = 0
+    added_latency_s: float = 0.0
 
     @property
     def budget_bytes_per_day(self) -> int:
@@ -300,4 +305,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "nvme.threads": (1, 64),
     "nvme.stall_s": (0.01, 3600),
     "nvme.write_queue_bytes": (1 << 20, 1 << 40),
+    "nvme.limit_bytes_per_s": (0, 1 << 40),
+    "nvme.added_latency_s": (0, 60),
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -287,6 +288,13 @@ class PrefillCurves:
 
     def __len__(self) -> int:
         return len(self._curves)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names; that of the latest step last."""
+        return iter(self._curves)
+
+    def __getitem__(self, namespace: str) -> PrefillCurve:
+        return self._curves[namespace]
 
     def observe(self, namespace: str, step: Step, now_s: float) -> bool:
         """As `PrefillCurve.observe`."""

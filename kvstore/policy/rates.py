@@ -7,6 +7,7 @@ lag rule bounds what that costs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -47,6 +48,10 @@ class Rates:
 
     def __len__(self) -> int:
         return len(self._learners)
+
+    def __iter__(self) -> Iterator[Source]:
+        """Sources that something was learnt of."""
+        return iter(self._learners)
 
     def observe(self, source: Source, transfer: Transfer, now_s: float) -> None:
         """Learn from a transfer that ended at `now_s`. Some 0.2 ms.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import _native
 from kvstore.block_tables import Demotion
+from kvstore.callers import Caller
+from kvstore.decisions import of_group
 from kvstore.errors import STATUS, BadRequest, KVStoreError
+from kvstore.explaining import Memory, explain
+from kvstore.group import Group
 from kvstore.rpc import messages as m
-from kvstore.store import Match
+from kvstore.store import Match, Store
 
-__all__ = ["as_keys", "as_numbers", "failed", "found", "orders"]
+__all__ = ["as_keys", "as_numbers", "explained", "failed", "found", "orders"]
 
 
 def as_numbers(raw: bytes, field: str) -> NDArray[np.uint32]:
@@ -43,6 +49,23 @@ def found(match: Match) -> m.Found:
         [(span.tier.value, span.start, span.stop) for span in plan.spans],
         plan.reason,
     )
+
+
+def explained(store: Store, caller: Caller | None, request: str) -> m.Explained:
+    """The story of a request that this caller may hear; None = a tool, which may hear everything.
+
+    Raises:
+        NotFound: nothing is remembered of it.
+    """
+    groups = store.groups if caller is None else {caller.group.name: caller.group}
+    tenants = None if caller is None else frozenset(caller.tenants)
+    memories = {name: Memory(of_group(group), _doubted(group)) for name, group in groups.items()}
+    return m.Explained(json.dumps(explain(memories, request, store.clock.now(), tenants).facts))
+
+
+def _doubted(group: Group) -> dict[str, str]:
+    trusts = group.pricing.trusts.items()
+    return {f"{source.tier} {source.name}".rstrip(): trust.doubt for source, trust in trusts if trust.doubt}
 
 
 def orders(demotions: tuple[Demotion, ...]) -> list[m.Demote]:

@@ -25,7 +25,7 @@ from kvstore.fetching import Fetching
 from kvstore.rpc import messages as m
 from kvstore.rpc.attach import Proof, caller_of, check_hello
 from kvstore.rpc.connection import Connection, framed
-from kvstore.rpc.replies import as_keys, as_numbers, failed, found, orders
+from kvstore.rpc.replies import as_keys, as_numbers, explained, failed, found, orders
 from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.timings import record
 from kvstore.status import status
@@ -334,6 +334,9 @@ class Session:
     def _status(self, _: m.Status) -> m.StatusReport:
         return m.StatusReport(json.dumps(status(self.store)))
 
+    def _explain(self, body: m.Explain) -> m.Explained:
+        return explained(self.store, self.caller, body.request)
+
     def _check(self, request: int) -> None:
         self.checks.ask(lambda report: self._reply(request, m.StatusReport(json.dumps(report.answer()))))
 
@@ -360,6 +363,7 @@ _LATER: dict[type, Callable[[Session, int], None]] = {m.Check: Session._check, m
 _FOR_ALL: dict[type, Callable[[Session, Any], m.Reply]] = {
     m.Heartbeat: Session._heartbeat,
     m.Status: Session._status,
+    m.Explain: Session._explain,
     m.Stop: Session._stop,
 }
 _PROVING: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {

@@ -1,10 +1,14 @@
-"""Timings of clients on their way into a group's meters: everything is checked before anything counts."""
+"""Timings of clients on their way into a group's meters and curves: all is checked before anything counts."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 from kvstore.callers import Caller
 from kvstore.errors import BadRequest
 from kvstore.meters import Meters
+from kvstore.policy.prefill import Step
+from kvstore.pricing import Pricing
 from kvstore.rpc.messages import TIMINGS_MAX, Timings
 
 __all__ = ["record"]
@@ -14,28 +18,42 @@ SECONDS_MAX = 7 * 86_400.0
 TOKENS_MAX = 1 << 31
 BYTES_MAX = 1 << 50
 CLIENT_KINDS = frozenset({"load", "store", "demote"})
+# Steps learnt from in one slice: each of the first few renews the fit, at 0.5 ms.
+STEPS_SLICE = 8
 
 
 def record(caller: Caller, said: Timings) -> None:
-    """Add a client's timings to the meters of its group: all of them or none.
+    """Add a client's timings to the meters of its group, and its steps to the curve of its namespace.
+
+    All of them or none.
 
     Raises:
         BadRequest: names the field; nothing was counted.
     """
-    _check(caller, said)
+    steps = _check(caller, said)
     meters: Meters = caller.group.meters
     for tenant, ttft_s, _, reused in said.requests:
         meters.observe_ttft(ttft_s, reused > 0, tenant)
         meters.observe_saved(reused, tenant)
-    for tokens, seconds in said.prefills:
-        meters.observe_prefill(tokens, seconds)
+    for step in steps:
+        if step.prefill_tokens and step.prefill_tokens >= step.decodes:  # mostly prefill
+            meters.observe_prefill(step.prefill_tokens, step.seconds)
+    if steps:
+        caller.group.later(_learn(caller.group.pricing, caller.engine.namespace.digest.hex(), steps))
     for kind, copies, size_bytes, seconds in said.transfers:
         meters.observe_transfer(kind, copies, size_bytes, seconds)
     meters.lost_timings += said.lost
 
 
-def _check(caller: Caller, said: Timings) -> None:
-    for field, entries in (("requests", said.requests), ("prefills", said.prefills)):
+def _learn(pricing: Pricing, namespace: str, steps: Sequence[Step]) -> Iterator[None]:
+    for number, step in enumerate(steps, 1):
+        pricing.observe_step(namespace, step)
+        if number % STEPS_SLICE == 0:
+            yield
+
+
+def _check(caller: Caller, said: Timings) -> list[Step]:
+    for field, entries in (("requests", said.requests), ("steps", said.steps)):
         if len(entries) > TIMINGS_MAX:
             raise BadRequest(f"timings.{field}: at most {TIMINGS_MAX} at once, got {len(entries)}")
     if len(said.transfers) > len(CLIENT_KINDS):
@@ -46,9 +64,6 @@ def _check(caller: Caller, said: Timings) -> None:
         _seconds("requests", ttft_s)
         if not 0 <= reused <= prompt <= TOKENS_MAX:
             raise BadRequest(f"timings.requests: {reused} of {prompt} prompt tokens cannot be reused")
-    for tokens, seconds in said.prefills:
-        _seconds("prefills", seconds)
-        _count("prefills", tokens, TOKENS_MAX)
     for kind, copies, size_bytes, seconds in said.transfers:
         if kind not in CLIENT_KINDS:
             raise BadRequest(
@@ -58,6 +73,10 @@ def _check(caller: Caller, said: Timings) -> None:
         _count("transfers", copies, TOKENS_MAX)
         _count("transfers", size_bytes, BYTES_MAX)
     _count("lost", said.lost, TOKENS_MAX)
+    try:
+        return [Step(*row) for row in said.steps]
+    except ValueError as error:
+        raise BadRequest(f"timings.steps: {error}") from None
 
 
 def _seconds(field: str, value: float) -> None:

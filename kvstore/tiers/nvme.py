@@ -2,11 +2,12 @@
 
     offer     blocks that became readable on HOST: what the disk lacks of their chain is written, if admission
               lets it in (kvstore/tiers/disk_offers.py, then disk_writes.py)
-    promote   records → FILLING slots → READY on HOST (kvstore/tiers/promotions.py)
+    promote   records → FILLING slots → READY on HOST (kvstore/tiers/promotions.py); what each teaches of the
+              disk's speed goes to `on_transfer`
     flush     everything accepted is on the medium
 
-Everything happens on the event loop, in answer to `pump` (the disk has done something) and `tick` (time has
-passed). A disk that fails costs misses, never an error of a request.
+Everything happens on the event loop, in answer to `pump` (the disk has done something), `tick` (time has
+passed) and `alarms` (a moment has come). A disk that fails costs misses, never an error of a request.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from kvstore.clock import Clock
 from kvstore.config import NvmeConfig
 from kvstore.memory import GroupMemory
 from kvstore.policy.admission import Admission, Refusal
+from kvstore.policy.rates import Transfer
+from kvstore.tiers.alarms import Alarms
 from kvstore.tiers.disk_offers import Chain, Offers
 from kvstore.tiers.disk_writes import DiskWrites, Flushed, Lost
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.promotions import Promotion, Promotions
+from kvstore.tiers.promotion import Promotion
+from kvstore.tiers.promotions import Promotions
 from kvstore.types import Tier
 
 __all__ = ["Flushed", "NvmeTier"]
@@ -106,7 +110,10 @@ class NvmeTier:
         self._rest_s, self._resume_s = _REST_S, 0.0
         self._writes = DiskWrites(memory, host)
         self._offers = Offers(host, self._writes, admission, clock, self._queue_bytes_max())
-        self._promotions = Promotions(memory, host, clock, fill_stall_s)
+        self.alarms = Alarms(clock)
+        self._promotions = Promotions(memory, host, clock, fill_stall_s, self.alarms)
+        self._promotions.set_limits(config.limit_bytes_per_s, config.added_latency_s)
+        self._promotions.on_due = self.pump
         self.on_change: Callable[[], None] = _nothing
         """Called after bytes came or went: the group moves that into its event log."""
         if memory.disk_error:
@@ -191,9 +198,21 @@ class NvmeTier:
         """(n, 32) keys that came to HOST from here since the last call and are there now."""
         return self._promotions.take_promoted()
 
+    def observe(self, on_transfer: Callable[[Transfer], None]) -> None:
+        """From now on tell of each promotion, when it ends, what it teaches of this disk's speed."""
+        self._promotions.on_transfer = on_transfer
+
+    def ahead_bytes(self, size_bytes: int) -> int:
+        """What a promotion of that size would share the disk with, as `Transfer.ahead_bytes` counts it."""
+        return self._promotions.ahead_bytes(size_bytes)
+
     def give_up(self, promotion: Promotion, reason: str) -> None:
         """Nobody waits for a promotion any more."""
         self._promotions.give_up(promotion, reason)
+
+    def abandon(self, promotion: Promotion, reason: str) -> None:
+        """A promotion lags: whoever waits goes on with what arrived."""
+        self._promotions.abandon(promotion, reason)
 
     def check(self) -> None:
         self._disk.check()
@@ -302,6 +321,7 @@ class NvmeTier:
 
     def tick(self) -> None:
         """Time has passed: end promotions that stall, try a disk again that was left alone."""
+        self.alarms.ring()
         now_s = self._clock.now()
         if self.promotions:  # what arrived a moment before the disk began to stall is told by nothing else
             self.pump()
@@ -327,6 +347,7 @@ class NvmeTier:
         self.config = config
         self._offers.queue_bytes_max = self._queue_bytes_max()
         self.admission.set_budget(config.budget_bytes_per_day, self._clock.now())
+        self._promotions.set_limits(config.limit_bytes_per_s, config.added_latency_s)
 
     def mark(self) -> tuple[int, int]:
         """Where the log stands now, for `dropped_file`."""

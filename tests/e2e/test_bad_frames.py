@@ -131,7 +131,7 @@ def seeds() -> list[Any]:
         m.Commit(1, key, 0, key, key),
         m.Adopt(b"\0" * 8, key, key),
         m.Observe(1, 1, 2, key, key),
-        m.Timings([("default", 0.1, 9, 8)], [(9, 0.1)], [("load", 1, 9, 0.1)]),
+        m.Timings([("default", 0.1, 9, 8)], [(9, 40.5, 2, 30, 0.1)], [("load", 1, 9, 0.1)]),
         m.Quiesced(),
         m.Status(),
     ]

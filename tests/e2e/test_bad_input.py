@@ -296,9 +296,10 @@ EVERY_REQUEST = [
     m.Quiesced(),
     m.Status(),
     m.Check(),
+    m.Explain(""),
     m.Flush(),
 ]
-FOR_TOOLS = (m.Heartbeat, m.Status, m.Check, m.Flush)
+FOR_TOOLS = (m.Heartbeat, m.Status, m.Check, m.Explain, m.Flush)
 BEFORE_PROOF = (*FOR_TOOLS, m.Prove, m.ProvedStore, m.Proved, m.Quiesced)
 
 

@@ -41,7 +41,7 @@ def open_folder() -> Iterator[Path]:
 
 def asked(command: str, path: Path, **options: Any) -> dict[str, str]:
     """What a command says of a socket, as values; its text must say the same in one line."""
-    flags = (command, "--set", f"daemon.socket={path}")
+    flags = (command, *(["--last"] if command == "explain" else []), "--set", f"daemon.socket={path}")
     done = kvstore(*flags, "--json", **options)
     assert (done.returncode, done.stderr) == (2, "")
     said: dict[str, str] = json.loads(done.stdout)
@@ -52,7 +52,7 @@ def asked(command: str, path: Path, **options: Any) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("command", ["status", "check", "top", "flush"])
+@pytest.mark.parametrize("command", ["status", "check", "top", "flush", "explain"])
 def test_no_socket(command: str, tmp_path: Path) -> None:
     said = asked(command, tmp_path / "none.sock")
     assert said["cause"] == "absent"

@@ -63,6 +63,10 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("status", "extra"), "extra"),
     (("flush", "--timeout", "0"), "--timeout: need 0.1 to 3600 seconds"),
     (("flush", "--timeout", "soon"), "soon"),
+    (("explain",), "name one request, or say --last"),
+    (("explain", "cmpl-7", "--last"), "name one request, or say --last"),
+    (("explain", ""), "say --last for the latest"),
+    (("explain", "--lats"), "Did you mean --last?"),
     (("check", "--repair"), "--repair: name the directory to repair"),
     (("check", "/", "--set", "daemon.socket=/x"), "leave out --config and --set"),
 ]
@@ -108,6 +112,8 @@ def test_a_completion_script_is_valid(shell: str, tmp_path: Path) -> None:
 
 COMPLETED = {
     "kvstore st": {"status", "stop"},
+    "kvstore ex": {"explain"},
+    "kvstore explain --l": {"--last"},
     "kvstore co": {"config", "completion"},
     "kvstore status --j": {"--json"},
     "kvstore completion b": {"bash"},

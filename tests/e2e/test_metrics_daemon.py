@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import urllib.request
+from collections import Counter
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -213,15 +215,21 @@ def test_sighup_applies_what_it_can_and_names_what_it_cannot(stage: Scene) -> No
 def test_what_was_learnt_outlives_the_daemon(stage: Scene, tiny: TinyModel) -> None:
     daemon = stage.start_daemon(**SERVED, daemon__state_dir='"state"')
     engine = stage.keep(TinyEngine(tiny, daemon.socket)).attached()
-    engine.ask(prompt(100, 1), 2)
+    for seed in range(6):
+        engine.ask(prompt(100, seed), 2)
     engine.close()
     speed = daemon.group()["prefill_tokens_per_s"]
     assert speed > 0
+    curves = daemon.group()["pricing"]["curves"]
+    (curve,) = curves.values()
+    assert curve["seconds"]["1000"] > 0
     assert daemon.end() == 0
     state = daemon.folder / "state" / "learnt.json"  # relative to the configuration file
-    assert json.loads(state.read_text())["version"] == 1
+    assert json.loads(state.read_text())["version"] == 2
     daemon.start()
     assert daemon.group()["prefill_tokens_per_s"] == pytest.approx(speed)
+    (kept,) = daemon.group()["pricing"]["curves"].values()
+    assert kept == {**curve, "seconds": pytest.approx(curve["seconds"], rel=0.2)}
     assert value(daemon, "kvstore_prefill_tokens_per_second", group="default") == pytest.approx(speed)
     daemon.end(signal.SIGKILL)
     state.write_text(state.read_text()[:40])  # as a disk may leave it that lies about syncs
@@ -230,6 +238,26 @@ def test_what_was_learnt_outlives_the_daemon(stage: Scene, tiny: TinyModel) -> N
     told = said(daemon, "learnt state not used; it starts empty")[-1]
     assert told["aside"] == str(state.with_suffix(".bad")) and state.with_suffix(".bad").exists()
     assert daemon.end() == 0
+
+
+def test_every_step_of_an_engine_reaches_the_curve_of_its_namespace(stage: Scene, tiny: TinyModel) -> None:
+    daemon = stage.start_daemon(**SERVED, daemon__state_dir='"state"')
+    engine = stage.keep(TinyEngine(tiny, daemon.socket)).attached()
+    requests = [engine.request(prompt(100 + seed, seed), 12) for seed in range(6)]
+    engine.engine.generate(requests)
+    for seed in range(10, 14):
+        engine.ask(prompt(90, seed), 2)
+    ran = [astuple(step) for step in engine.engine.step_times]
+    engine.close()
+    assert daemon.end() == 0
+    learnt = json.loads((daemon.folder / "state" / "learnt.json").read_text())
+    (curve,) = learnt["groups"]["default"]["pricing"]["curves"].values()
+    kept = [tuple(row[1:]) for row in curve["steps"]]
+    of_use = [step for step in ran if not 0 < step[0] < step[2]]  # mostly decodes tell nothing
+    sizes = {(tokens.bit_length(), decodes.bit_length()) for tokens, _, decodes, _, _ in of_use}
+    assert len(kept) == len(of_use) - len(sizes), "all but the first of each size"
+    assert Counter(kept) <= Counter(of_use)
+    assert any(not tokens and decodes > 1 and context for tokens, _, decodes, context, _ in kept)
 
 
 def test_an_address_in_use_stops_the_start_and_names_the_key(stage: Scene) -> None:

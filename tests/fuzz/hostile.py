@@ -33,6 +33,7 @@ _KNOWN_MAX = 16
 # Whole-index checks, reads of block bytes, and what ends or empties a session: now and then.
 _RARE: dict[type, float] = {m.Check: 0.02, m.Report: 0.3, m.Status: 0.1, m.Attach: 0.1, m.Quiesced: 0.05}
 _RARE |= {m.Prove: 0.1, m.ProvedStore: 0.1, m.Proved: 0.1, m.Pool: 0.2, m.Heartbeat: 0.3, m.Abort: 0.3}
+_RARE |= {m.Explain: 0.1}
 _RARE |= {m.Flush: 0.05, m.Release: 0.5, m.Observe: 0.5, m.Publish: 2.0, m.Commit: 1.5}
 
 

@@ -139,6 +139,8 @@ ANOTHER = {
     "nvme.direct": "false",
     "nvme.stall_s": "0.5",
     "nvme.write_queue_bytes": "64MiB",
+    "nvme.limit_bytes_per_s": "5MB",
+    "nvme.added_latency_s": "0.25",
 }
 
 
@@ -300,6 +302,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ("nvme.threads", ["0", "65"]),
         ("nvme.stall_s", ["0", "3601", "nan"]),
         ("nvme.write_queue_bytes", ["0", "1023KiB"]),
+        ("nvme.limit_bytes_per_s", ["-1", "2TiB", "fast"]),
+        ("nvme.added_latency_s", ["-0.1", "61", "nan"]),
         (
             "metrics.listen",
             ["9464", ":9464", "127.0.0.1:http", "h:70000", "h:-1", "unix:", "unix:/" + "x" * 107],

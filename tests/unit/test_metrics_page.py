@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+from plans import asked, computed, loaded
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.config import TenantConfig
+from kvstore.decisions import Outcome, of_group
 from kvstore.log_limit import LogLimit
 from kvstore.meters import TENANTS_MAX
+from kvstore.policy.reload import Choice
 from kvstore.rpc.metrics import LoopLag, Sources, StoreCollector
 from kvstore.rpc.metrics.collector import Page
 from kvstore.rpc.request_log import RequestLog
@@ -131,6 +134,24 @@ def test_what_leaves_is_counted_by_tier_and_reason(driver: StoreDriver, collecto
     session.disconnect()
     labels = {"group": "default", "tier": "GPU", "reason": "engine_gone"}
     assert samples(collector)["kvstore_evicted_blocks_total", frozenset(labels.items())] == 4
+
+
+def test_plans_are_counted_by_choice_and_judged(driver: StoreDriver, collector: StoreCollector) -> None:
+    memory = of_group(driver.group())
+    plans = [memory.planned(asked(), loaded(load_s=0.5, recompute_s=1.0)) for _ in range(3)]
+    memory.planned(asked(), computed())
+    for plan, seconds in zip(plans, (0.5, 3.0), strict=False):  # of the third nobody tells
+        memory.ended(plan, Outcome(seconds))
+    plan = {c: value(collector, "kvstore_plan_total", group="default", choice=c) for c in Choice}
+    assert plan == {"recompute": 1, "load": 3, "split": 0}
+    for name, total, low, up_to_low in (
+        ("kvstore_plan_regret_seconds", 2.0, "0.0", 1),
+        ("kvstore_plan_error_ratio", 7.0, "0.9", 0),
+    ):
+        assert value(collector, f"{name}_count", choice="load") == 2
+        assert value(collector, f"{name}_sum", choice="load") == total
+        assert value(collector, f"{name}_bucket", choice="load", le=low) == up_to_low
+        assert value(collector, f"{name}_count", choice="recompute") == 0
 
 
 def test_event_lag_is_shown(driver: StoreDriver, collector: StoreCollector) -> None:

@@ -25,14 +25,27 @@ def test_limits_and_times_change_at_once_and_memory_does_not() -> None:
         daemon=DaemonConfig(log_level="debug", sessions_max=9, socket="/elsewhere"),
         host=HostConfig(capacity_bytes=2 << 30),
         metrics=MetricsConfig(listen="127.0.0.1:1"),
-        nvme=NvmeConfig(directory="/d", write_budget_bytes_per_day=0, stall_s=0.5),
+        nvme=NvmeConfig(
+            directory="/d",
+            write_budget_bytes_per_day=0,
+            stall_s=0.5,
+            limit_bytes_per_s=5_000_000,
+            added_latency_s=0.01,
+        ),
         tenants=OLD.tenants,
     )
     got = change(OLD, new)
-    live = {"daemon.log_level", "daemon.sessions_max", "nvme.write_budget_bytes_per_day", "nvme.stall_s"}
+    live = {
+        "daemon.log_level",
+        "daemon.sessions_max",
+        "nvme.write_budget_bytes_per_day",
+        "nvme.stall_s",
+        "nvme.limit_bytes_per_s",
+        "nvme.added_latency_s",
+    }
     assert set(got.applied) == live
     assert set(got.restart) == {"daemon.socket", "host.capacity_bytes", "metrics.listen", "nvme.directory"}
-    assert got.config.nvme == NvmeConfig(write_budget_bytes_per_day=0, stall_s=0.5)
+    assert got.config.nvme == msgspec.structs.replace(new.nvme, directory="")
     assert (got.config.daemon.log_level, got.config.daemon.sessions_max) == ("debug", 9)
     assert (got.config.daemon.socket, got.config.host) == (OLD.daemon.socket, OLD.host)
 

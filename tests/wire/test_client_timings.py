@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from client_daemon import ScriptedDaemon, failed
-from client_kit import Maker, chain_of
-from client_memory import Memory
+from client_kit import NAMESPACE, Maker, chain_of
+from client_memory import WAIT_S, Memory
 from client_running import Running, fill
 
-from kvstore.client.timings import KEPT_MAX, Outbox
+from kvstore.client.timings import DECODES_MAX, KEPT_MAX, Outbox
 from kvstore.errors import BadRequest
 from kvstore.rpc import messages as m
 from kvstore.rpc.messages import TIMINGS_MAX
@@ -29,8 +30,11 @@ def test_what_was_noted_goes_in_place_of_the_next_heartbeat(make: Maker, brisk: 
     client = make.attached()
     client.note_request("default", 0.25, 100, 96)
     client.note_prefill(512, 0.5)
+    client.note_prefill(0, 0.03125, decodes=2, decode_context=300)
+    client.note_prefill(64, 0.25, 64 * (1024 + 32), 3, 900)
     (told,) = brisk.await_requests(m.Timings, 1)
-    assert told == m.Timings([("default", 0.25, 100, 96)], [(512, 0.5)], [], 0)
+    steps = [(0, 0.0, 2, 300, 0.03125), (512, 131_072.0, 0, 0, 0.5), (64, 67_584.0, 3, 900, 0.25)]
+    assert told == m.Timings([("default", 0.25, 100, 96)], steps, [], 0)
     beats = len(brisk.seen(m.Heartbeat))
     brisk.await_requests(m.Heartbeat, beats + 2)  # nothing new: heartbeats again
     assert brisk.seen(m.Timings) == [told]
@@ -85,8 +89,32 @@ def test_nonsense_is_the_callers_mistake(make: Maker, daemon: ScriptedDaemon, wr
     client = make.attached()
     with pytest.raises(BadRequest):
         client.note_request(*wrong)
-    with pytest.raises(BadRequest, match="note_prefill"):
-        client.note_prefill(-1, 0.1)
+    client.close()
+    assert daemon.seen(m.Timings) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [
+        ((-1, 0.1), "prefill_tokens"),
+        ((float("inf"), 0.1), "infinity"),
+        ((float("nan"), 0.1), "NaN"),
+        ((1, float("nan")), "seconds"),
+        ((1, float("inf")), "seconds"),
+        ((1, -0.1), "seconds"),
+        ((8, 0.1, 3.0), "prefill_area"),
+        ((8, 0.1, float("nan")), "prefill_area"),
+        ((0, 0.1, 3.0), "prefill_area"),
+        ((0, 0.1, None, -1), "decodes"),
+        ((0, 0.1, None, 1, -1), "decode_context"),
+    ],
+)
+def test_a_step_that_cannot_be_is_the_callers_mistake(
+    make: Maker, daemon: ScriptedDaemon, wrong, names: str
+) -> None:
+    client = make.attached()
+    with pytest.raises(BadRequest, match=f"note_prefill: .*{names}"):
+        client.note_prefill(*wrong)
     client.close()
     assert daemon.seen(m.Timings) == []
 
@@ -102,8 +130,18 @@ def test_the_daemon_counts_what_a_client_timed(make: Maker, running: Running) ->
     size = client.load(hit, blocks).wait(20.0).bytes
     client.release(hit.lease)
     client.note_request("default", 0.25, 24, 20)
+    for tokens in (64, 128, 256) * 4:
+        client.note_prefill(tokens, 0.01 + 0.001 * tokens)
     client.close()
-    meters = running.group().meters
+    group = running.group()
+    until_s = time.monotonic() + WAIT_S
+    while group.pricing.learnt < 3 * 4 - 3:  # all but the first of each size; in slices, after the reply
+        assert time.monotonic() < until_s
+        running.call(lambda: None)
+    curve = group.pricing.curves[NAMESPACE.digest.hex()]
+    assert curve.seconds(0, 200) == pytest.approx(0.21, rel=0.05)
+    meters = group.meters
+    assert meters.prefill_tokens == 4 * (64 + 128 + 256)
     assert meters.moved["load"].bytes == meters.moved["store"].bytes == size
     assert (meters.ttft[True].count, meters.ttft[True].sum) == (1, 0.25)
     tokens = meters.tenants["default"]
@@ -125,3 +163,23 @@ def test_an_outbox_keeps_the_newest_and_counts_the_rest() -> None:
     outbox.lose(messages[0])
     lost = outbox.take()
     assert lost is not None and lost.lost == TIMINGS_MAX + 10
+
+
+def test_an_outbox_tells_the_latest_decodes_and_every_prefill() -> None:
+    outbox = Outbox()
+    for number in range(KEPT_MAX + 10):
+        outbox.note_step((8, 32.0, 0, 0, float(number)))
+        outbox.note_step((0, 0.0, 1, 9, float(number)))
+    messages = []
+    while (message := outbox.take()) is not None:
+        assert len(message.steps) <= TIMINGS_MAX
+        messages.append(message)
+    decodes = [[step[4] for step in message.steps if not step[0]] for message in messages]
+    assert decodes[0] == [float(KEPT_MAX + 10 - DECODES_MAX + number) for number in range(DECODES_MAX)]
+    assert not any(decodes[1:])
+    prefills = [step[4] for message in messages for step in message.steps if step[0]]
+    assert prefills == [float(10 + number) for number in range(KEPT_MAX)]
+    assert sum(message.lost for message in messages) == 10, "an old decode is no loss"
+    outbox.lose(messages[0])
+    lost = outbox.take()
+    assert lost is not None and lost.lost == TIMINGS_MAX - DECODES_MAX + 10

@@ -16,12 +16,15 @@ from structlog.testing import capture_logs
 from kvstore import housekeeping, learnt
 from kvstore.config import Config, Salts
 from kvstore.housekeeping import Housekeeping
-from kvstore.learnt import FILE_NAME, StateDir
-from kvstore.meters import Meters
+from kvstore.learnt import FILE_NAME, Learning, StateDir
+from kvstore.pricing import Source, Transfer
 from kvstore.reloading import Reloader
 from kvstore.rpc.server import SessionServer
 from kvstore.store import Store
 from kvstore.testing import SimClock
+from kvstore.types import Tier
+
+DISK = Source(Tier.NVME)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -37,7 +40,8 @@ class House:
 
     def __init__(self, config: Config) -> None:
         salts = Salts.load(config)
-        self.store = Store(config, salts, SimClock())
+        self.clock = SimClock()
+        self.store = Store(config, salts, self.clock)
         self.store.open()
         self.sessions = SessionServer(self.store, asyncio.get_running_loop())
         self.sessions.open()
@@ -74,18 +78,23 @@ async def test_what_is_learnt_is_saved_now_and_then(
         house.learn()
         await until(lambda: file.exists() and b"100" in file.read_bytes())
         written = file.stat().st_ino
-        await until(lambda: house.house._saved == file.read_bytes())
+        await until(lambda: house.house._saved == learnt.news(house.store.groups))
         turns = 0
 
-        def counted(meters: Mapping[str, Meters]) -> bytes:
+        def counted(groups: Mapping[str, Learning]) -> object:
             nonlocal turns
             turns += 1
-            return written_as(meters)
+            house.clock.advance(1.0)  # what is known grows older, which is no news
+            return news(groups)
 
-        written_as = learnt.written
-        monkeypatch.setattr(learnt, "written", counted)
+        news = learnt.news
+        monkeypatch.setattr(learnt, "news", counted)
         await until(lambda: turns > 10)
         assert file.stat().st_ino == written, "nothing new, nothing written"
+        house.store.groups["default"].pricing.observe_transfer(DISK, Transfer(4096, 0, 0.5))
+        await until(lambda: file.stat().st_ino != written)
+    async with House(kept) as house:
+        assert house.store.groups["default"].pricing.rates.speed(DISK, 4096).samples == 1
 
 
 async def test_a_state_directory_that_goes_away_is_a_warning(

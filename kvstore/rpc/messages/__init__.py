@@ -13,7 +13,7 @@ little-endian bytes (uint32 unless said otherwise), keys as 32 bytes each. Block
     Reserve, Publish, Abort                  writing
     Acquire, Commit, Adopt, Observe          the device pool
     Flush                                    the disk
-    Heartbeat, Timings, Quiesced, Status, Check, Stop
+    Heartbeat, Timings, Quiesced, Status, Check, Explain, Stop
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from kvstore.rpc.messages.device import (
     Observe,
 )
 from kvstore.rpc.messages.disk import Flush, Flushed
+from kvstore.rpc.messages.explain import Explain, Explained
 from kvstore.rpc.messages.life import (
     Check,
     Done,
@@ -69,7 +70,7 @@ from kvstore.rpc.messages.life import (
     StatusReport,
     Stop,
 )
-from kvstore.rpc.messages.timings import TIMINGS_MAX, Timings
+from kvstore.rpc.messages.timings import TIMINGS_MAX, StepRow, Timings
 
 __all__ = [
     "FRAME_BYTES_MAX",
@@ -87,6 +88,8 @@ __all__ = [
     "Committed",
     "Demote",
     "Done",
+    "Explain",
+    "Explained",
     "Extend",
     "Failed",
     "Fetch",
@@ -121,6 +124,7 @@ __all__ = [
     "Reserved",
     "Status",
     "StatusReport",
+    "StepRow",
     "Stop",
     "Timings",
     "pattern",
@@ -155,6 +159,7 @@ Request = (
     | Quiesced
     | Status
     | Check
+    | Explain
     | Flush
     | Stop
 )
@@ -170,6 +175,7 @@ Reply = (
     | Acquired
     | Committed
     | StatusReport
+    | Explained
     | Flushed
     | Quieted
     | Done

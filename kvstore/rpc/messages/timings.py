@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from kvstore.rpc.messages.base import Message
 
-__all__ = ["TIMINGS_MAX", "Timings"]
+__all__ = ["TIMINGS_MAX", "StepRow", "Timings"]
 
-# Most requests, and most prefill steps, of one message: 1,024 of each are 40 KiB and 2 ms of the loop.
+# Most requests, and most steps, of one message: 1,024 of each are 80 KiB and 5 ms of the loop; what is learnt
+# from steps comes in slices after that.
 TIMINGS_MAX = 1024
+
+StepRow = tuple[int, float, int, int, float]
+"""prefill_tokens, prefill_area, decodes, decode_context, seconds: the fields of `policy.prefill.Step`."""
 
 
 class Timings(Message, tag="timings", frozen=True):
@@ -15,12 +19,12 @@ class Timings(Message, tag="timings", frozen=True):
 
     Attributes:
         requests: [tenant, seconds to the first token, prompt tokens, of those reused] each.
-        prefills: [tokens, seconds] of each step that mostly computed prompts.
+        steps: of the engine, a row each; those that only decode tell what load costs.
         transfers: [kind, copies, bytes, seconds] summed by kind: load, store or demote.
         lost: timings that this process had to throw away.
     """
 
     requests: list[tuple[str, float, int, int]]
-    prefills: list[tuple[int, float]]
+    steps: list[StepRow]
     transfers: list[tuple[str, int, int, float]]
     lost: int = 0

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from kvstore.meters import TTFT_BOUNDS_S, Histogram
 from kvstore.rpc.metrics.families import COUNTERS, GAUGES, Row, Sources
 from kvstore.rpc.metrics.nvme_families import NVME_COUNTERS, NVME_GAUGES
+from kvstore.rpc.metrics.plan_families import PLAN_COUNTERS, PLAN_HISTOGRAMS
 
 __all__ = ["Page", "StoreCollector"]
 
@@ -26,7 +27,7 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Families with their samples, counters first."""
-        for counter in (*COUNTERS, *NVME_COUNTERS):
+        for counter in (*COUNTERS, *NVME_COUNTERS, *PLAN_COUNTERS):
             family = CounterMetricFamily(counter.name, counter.help, labels=counter.labels)
             yield _filled(family, counter.rows(self._sources))
         for gauge in (*GAUGES, *NVME_GAUGES):
@@ -40,8 +41,13 @@ class StoreCollector(Collector):
         )
         for warm, temperature in ((False, "cold"), (True, "warm")):
             parts = [group.meters.ttft[warm] for group in self._sources.store.groups.values()]
-            _add_histogram(ttft, [temperature], _summed(parts))
+            _add_histogram(ttft, [temperature], _summed(parts, TTFT_BOUNDS_S))
         yield ttft
+        for plan in PLAN_HISTOGRAMS:
+            by_choice = HistogramMetricFamily(plan.name, plan.help, labels=["choice"])
+            for choice, memories in plan.parts(self._sources):
+                _add_histogram(by_choice, [choice.value], _summed(memories, plan.bounds))
+            yield by_choice
         lag = HistogramMetricFamily(
             "kvstore_loop_lag_seconds", "How late the daemon's event loop ran a timer."
         )
@@ -55,8 +61,8 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, rows: Iterator[Row]
     return family
 
 
-def _summed(parts: Sequence[Histogram]) -> Histogram:
-    total = Histogram(parts[0].bounds if parts else TTFT_BOUNDS_S)
+def _summed(parts: Sequence[Histogram], bounds: Sequence[float]) -> Histogram:
+    total = Histogram(bounds)
     for part in parts:
         total.counts = [a + b for a, b in zip(total.counts, part.counts, strict=True)]
         total.sum += part.sum
