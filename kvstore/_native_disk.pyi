@@ -100,8 +100,9 @@ class DiskPool:
     def missing(self, node: int) -> U32:
         """The blocks above and including node that are neither readable nor on their way here, up to the
         nearest that is, in chain order."""
-    def nodes(self, start: int = 0, most: int = ...) -> U32:
-        """Every readable node of the segments [start, start + most)."""
+    def nodes(self, start: int = 0, most: int = ..., coming: bool = False) -> U32:
+        """Every readable node of the segments [start, start + most); coming: those on their way too."""
+    def present(self, nodes: U32) -> U8: ...  # (n,) 1 = readable, or on its way
     def touch(self, nodes: U32) -> None:
         """A chain, or a part of one, was used now."""
     def write(self, nodes: U32, slots: U32, format: SlotFormat) -> tuple[int, int]:

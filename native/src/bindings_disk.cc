@@ -103,6 +103,7 @@ const char* kind_name(DiskEvent::Kind kind) {
     case DiskEvent::Kind::kRead: return "read";
     case DiskEvent::Kind::kFlushed: return "flushed";
     case DiskEvent::Kind::kFailed: return "failed";
+    case DiskEvent::Kind::kNotMade: return "not_made";
   }
   return "";
 }
@@ -253,10 +254,16 @@ void bind_pool(nb::module_& m) {
           "missing", [](const Self& self, NodeId node) { return vector_result(self.get().missing(node)); }, "node"_a)
       .def(
           "nodes",
-          [](const Self& self, std::size_t start, std::size_t most) {
-            return vector_result(self.get().nodes(start, most));
+          [](const Self& self, std::size_t start, std::size_t most, bool coming) {
+            return vector_result(self.get().nodes(start, most, coming));
           },
-          "start"_a = 0, "most"_a = kNone)
+          "start"_a = 0, "most"_a = kNone, "coming"_a = false)
+      .def(
+          "present",
+          [](const Self& self, const Array& nodes) {
+            return vector_result(self.get().present(vector_arg<NodeId>(nodes, "nodes")));
+          },
+          "nodes"_a)
       .def(
           "touch", [](Self& self, const Array& nodes) { self.get().touch(vector_arg<NodeId>(nodes, "nodes")); },
           "nodes"_a)

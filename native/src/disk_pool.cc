@@ -231,11 +231,17 @@ std::vector<NodeId> DiskPool::missing(NodeId node) const {
   return {chain.rbegin(), chain.rend()};
 }
 
-std::vector<NodeId> DiskPool::nodes(std::size_t start, std::size_t most) const {
+std::vector<std::uint8_t> DiskPool::present(std::span<const NodeId> nodes) const {
+  std::vector<std::uint8_t> out(nodes.size());
+  for (std::size_t i = 0; i < nodes.size(); ++i) out[i] = nodes_.present(nodes[i]);
+  return out;
+}
+
+std::vector<NodeId> DiskPool::nodes(std::size_t start, std::size_t most, bool coming) const {
   std::vector<NodeId> out;
   for (std::size_t s = start; s < segments_.size() && s - start < most; ++s)
     for (const DiskRecord& r : segments_[s].records)
-      if (r.node != kNone && !r.copy && nodes_.readable(r.node)) out.push_back(r.node);
+      if (r.node != kNone && !r.copy && (coming || nodes_.readable(r.node))) out.push_back(r.node);
   return out;
 }
 

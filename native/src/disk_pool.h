@@ -72,14 +72,15 @@ struct DiskOptions {
 
 // Node ids are those of the call; what has failed or rotted may be gone from the index by now.
 struct DiskEvent {
-  enum class Kind : std::uint8_t { kWritten, kRead, kFlushed, kFailed };
+  enum class Kind : std::uint8_t { kWritten, kRead, kFlushed, kFailed, kNotMade };
   Kind kind = Kind::kWritten;
   std::uint64_t job = 0;            // of write(), read() or flush()
   std::vector<NodeId> ok;           // in the order of the call
   std::vector<NodeId> corrupt;      // of a read: rot, already dropped here
   std::vector<NodeId> failed;       // the disk refused, or cancel(), forget(), close(), a parent that failed
   bool last = false;                // of the job
-  int error = 0;                    // errno, also of kFailed: a segment could not be made, opened, sealed or moved
+  int error = 0;                    // errno; kFailed: a segment could not be opened, sealed or moved; kNotMade: no file
+                                    // could be made, the tier goes on with those that it has
   std::size_t bytes = 0;            // payload of `ok`
   double seconds = 0;               // since the job's first submission
 };
@@ -141,8 +142,10 @@ class DiskPool final : public Place {
   // The blocks above and including node that are neither readable nor being written here, up to the nearest
   // that is, chain order. (A hole further up is not among them.)
   std::vector<NodeId> missing(NodeId node) const;
-  // Every readable node of the segments [start, start + most), for snapshots.
-  std::vector<NodeId> nodes(std::size_t start = 0, std::size_t most = kNone) const;
+  // Every readable node of the segments [start, start + most), for snapshots; `coming`: those too that are on their
+  // way, or wait for their parent.
+  std::vector<NodeId> nodes(std::size_t start = 0, std::size_t most = kNone, bool coming = false) const;
+  std::vector<std::uint8_t> present(std::span<const NodeId> nodes) const;  // readable or coming
   std::size_t segments() const noexcept { return segments_.size(); }  // positions, of which some may be empty
   DiskCounts counts() const noexcept;
   std::size_t memory_bytes() const noexcept;
@@ -323,7 +326,7 @@ class DiskPool final : public Place {
   void sync_if_wanted(std::uint32_t segment);
   void took_sync(std::uint32_t segment, const Notice& notice);
   void broken(std::uint32_t segment, int error);
-  void fail(int error);
+  void fail(int error, DiskEvent::Kind kind = DiskEvent::Kind::kFailed);
 
   // disk_pool_evict.cc
   bool wants_evacuation() const noexcept;

@@ -305,7 +305,7 @@ void DiskPool::switch_over() {
       continue;
     }
     copy.copy = false;
-    nodes_.place(node, move.to, OnDisk::kReadable);
+    nodes_.place(node, move.to, nodes_.state(node));  // one that waits for its parent goes on waiting
     ++dropped_.reinserted;
     dropped_.reinserted_bytes += formats_[copy.format].slot_bytes();
     release(old);

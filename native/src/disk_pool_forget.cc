@@ -14,8 +14,10 @@ DiskPool::Mark DiskPool::mark() const {
 
 std::uint64_t DiskPool::oldest_sequence() const {
   std::uint64_t oldest = sequence_ + 1;
-  for (const DiskSegment& s : segments_)
+  for (const DiskSegment& s : segments_) {
     if (!s.records.empty()) oldest = std::min(oldest, s.sequence);
+    if (s.old_sequence != 0) oldest = std::min(oldest, s.old_sequence);
+  }
   return oldest;
 }
 

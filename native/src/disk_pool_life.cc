@@ -40,6 +40,7 @@ void DiskPool::move(std::uint32_t segment, SegmentState to) {
   DiskSegment empty;
   empty.state = to;
   empty.pages = file(segment).pages;
+  if (to == SegmentState::kFree) empty.old_sequence = s.old_sequence != 0 ? s.old_sequence : s.sequence;
   empty.asked = empty.done = empty.wanted = s.asked;  // somebody may still have to see that a number was reached
   s = std::move(empty);
   if (to == SegmentState::kFree && s.pages != segment_pages_ && directory_->options().segment_bytes != 0)
@@ -105,7 +106,7 @@ void DiskPool::create() {
     segment = directory_->add();
   } catch (const std::system_error& error) {
     creation_stopped_ = true;
-    return fail(error.code().value());
+    return fail(error.code().value(), DiskEvent::Kind::kNotMade);
   }
   segments_.resize(directory_->segments().size());
   in_[static_cast<std::size_t>(SegmentState::kGone)].insert(segment);
@@ -168,6 +169,7 @@ void DiskPool::advance(std::uint32_t segment) {
   if (s.step != SegmentStep::kPagesSync || !synced) return;
   if (s.state == SegmentState::kOpening) {
     s.step = SegmentStep::kReady;
+    s.old_sequence = 0;
     return;
   }
   move(segment, SegmentState::kSealed);
@@ -218,7 +220,7 @@ void DiskPool::took_step(std::uint32_t segment, const Notice& notice) {
     move(segment, SegmentState::kGone);
     count_room();
     creation_stopped_ = true;
-    return fail(error);
+    return fail(error, DiskEvent::Kind::kNotMade);
   }
   if (s.state == SegmentState::kBroken) return;  // by a sync that failed meanwhile
   if (!ok) return broken(segment, error);
@@ -255,9 +257,9 @@ void DiskPool::took_sync(std::uint32_t segment, const Notice& notice) {
 
 // ---- a disk that fails -----------------------------------------------------------------------------------
 
-void DiskPool::fail(int error) {
+void DiskPool::fail(int error, DiskEvent::Kind kind) {
   DiskEvent event;
-  event.kind = DiskEvent::Kind::kFailed;
+  event.kind = kind;
   event.error = error;
   events_.push_back(std::move(event));
 }

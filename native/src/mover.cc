@@ -15,6 +15,7 @@ namespace kv {
 using moves::Clock;
 using moves::Ended;
 using moves::Job;
+using moves::Lanes;
 using moves::Run;
 
 namespace {
@@ -36,12 +37,14 @@ MoveId Mover::State::submit(std::unique_ptr<Job> job) {
   Job& mine = *job;
   mine.id = next_id;
   mine.runs_left = runs;
-  auto& waiting = lanes[static_cast<std::size_t>(mine.share)]->waiting;
-  if (runs > 0) waiting.emplace_hint(waiting.end(), mine.id, &mine);
+  Lanes& mine_lanes = *lanes[static_cast<std::size_t>(mine.share)];
+  auto& waiting = mine_lanes.waiting;
+  mine.place = mine_lanes.places++;
+  if (runs > 0) waiting.emplace_hint(waiting.end(), mine.place, &mine);
   try {
     jobs.emplace(mine.id, std::move(job));
   } catch (...) {
-    waiting.erase(mine.id);
+    waiting.erase(mine.place);
     throw;
   }
   ended_max += entries;
@@ -58,7 +61,7 @@ void Mover::State::cancel(Job& job) {
   if (begun == runs) return;
   const Run rest{job.runs[begun].first, job.runs.back().stop, 0};
   std::fill(job.statuses.begin() + rest.first, job.statuses.begin() + rest.stop, MoveStatus::kDropped);
-  lanes[static_cast<std::size_t>(job.share)]->waiting.erase(job.id);
+  lanes[static_cast<std::size_t>(job.share)]->waiting.erase(job.place);
   job.runs_begun = runs;
   job.runs_left -= runs - begun;
   report(job, rest, 0);

@@ -78,6 +78,7 @@ class Job {
 
   // Under the mover's mutex:
   MoveId id = 0;
+  std::uint64_t place = 0;  // in its queue
   std::size_t runs_begun = 0;
   std::size_t runs_left = 0;  // that have not ended
   std::chrono::steady_clock::time_point begun{};

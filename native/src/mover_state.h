@@ -55,13 +55,19 @@ struct Lanes {
   std::vector<Lane*> free;
   std::size_t at_disk = 0;
   std::size_t bytes = 0;
-  std::map<MoveId, Job*> waiting;  // with runs that were not begun
-  MoveId turn = 0;                 // who began the last one
+  std::map<std::uint64_t, Job*> waiting;  // with runs that were not begun, by place in the queue
+  std::uint64_t places = 0;
 
-  // Whose run is next.
-  Job& next(Share share) const {
-    const auto after = share == Share::kReads ? waiting.upper_bound(turn) : waiting.end();
-    return *(after == waiting.end() ? waiting.begin() : after)->second;
+  // One more run of the first one is begun. Who takes turns goes to the end then, behind those that came meanwhile.
+  void begun(bool turns) {
+    Job& job = *waiting.begin()->second;
+    if (++job.runs_begun == job.runs.size()) {
+      waiting.erase(waiting.begin());
+    } else if (turns) {
+      auto first = waiting.extract(waiting.begin());
+      first.key() = job.place = places++;
+      waiting.insert(waiting.end(), std::move(first));
+    }
   }
 };
 

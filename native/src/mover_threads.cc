@@ -126,10 +126,9 @@ bool Mover::State::occupy() {
   occupied.swap(verified);
   for (Lane* const lane : occupied) enter_disk(*lane);
   starved = false;
-  for (std::size_t share = 0; share < lanes.size(); ++share) {
-    Lanes* const kind_of = lanes[share].get();
+  for (const auto& kind_of : lanes) {
     while (!kind_of->waiting.empty()) {
-      Job& job = kind_of->next(static_cast<moves::Share>(share));
+      Job& job = *kind_of->waiting.begin()->second;
       const Run& run = job.runs[job.runs_begun];
       if (!kind_of->has_room(run)) {
         starved = starved || (kind_of->free.empty() && kind_of->at_disk < kind_of->most.requests);
@@ -145,8 +144,7 @@ bool Mover::State::occupy() {
       lane.error = 0;
       enter_disk(lane);
       if (job.runs_begun == 0) job.begun = Clock::now();
-      kind_of->turn = job.id;
-      if (++job.runs_begun == job.runs.size()) kind_of->waiting.erase(job.id);
+      kind_of->begun(job.share == moves::Share::kReads);
       occupied.push_back(&lane);
     }
   }

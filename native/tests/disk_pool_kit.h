@@ -138,7 +138,7 @@ class Rig {
   // Once; whoever calls it looks at `jobs` and `troubles`.
   void pump() {
     for (DiskEvent& event : pool->pump()) {
-      if (event.kind == DiskEvent::Kind::kFailed) {
+      if (event.kind == DiskEvent::Kind::kFailed || event.kind == DiskEvent::Kind::kNotMade) {
         troubles.push_back(event.error);
         continue;
       }

@@ -79,3 +79,27 @@ TEST_CASE("mover: a disk that is slow is told of block by block") {
   CHECK(told >= 3);  // each waits for a random time, which may be shorter than a millisecond
   CHECK(MoverRig::count(rig.outcomes[job], MoveStatus::kOk) == 6);
 }
+
+TEST_CASE("mover: a chain goes on whatever comes after it") {
+  MoverRig rig("", {.read_bytes_max = 1});  // one request at a time
+  std::vector<Block> blocks;
+  for (std::uint64_t i = 0; i < 14; ++i) blocks.push_back(rig.block(i, format_of_pages(200)));
+  rig.save(blocks);
+  const std::vector<Block> four(blocks.begin(), blocks.begin() + 4);
+  const MoveId chain = rig.mover->read(rig.reads(four));
+  // Whoever ends asks again, as engines do: at every moment something newer waits.
+  std::vector<MoveId> short_ones;
+  for (std::size_t i = 0; i < 4; ++i) short_ones.push_back(rig.mover->read(rig.reads({blocks[4 + i]})));
+  std::size_t again = 0;
+  while (!rig.outcomes[chain].ended && again < 200) {
+    for (std::size_t i = 0; i < 4; ++i) {
+      if (!rig.outcomes[short_ones[i]].ended) continue;
+      short_ones[i] = rig.mover->read(rig.reads({blocks[4 + i]}));
+      ++again;
+    }
+    REQUIRE(readable(rig.mover->eventfd(), 60'000));
+    rig.take();
+  }
+  CHECK(again < 40);  // four turns of five
+  REQUIRE(rig.mover->drain(kLong));
+}
