@@ -25,7 +25,6 @@ from bench.vllm_settings import Answer, Settings, environment
 __all__ = ["Engine", "main"]
 
 _DRAIN_S = 60.0
-_SWITCH_S = 0.0002
 
 
 class Engine:
@@ -37,10 +36,6 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         os.environ.update(environment(settings.ranks, settings.multiprocess))
-        if settings.ranks > 1:
-            # vLLM spins while it waits for its ranks, and holds the GIL meanwhile: on a busy machine the
-            # threads beside it, ours among them, came so late that a lookup took half a minute.
-            sys.setswitchinterval(_SWITCH_S)
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

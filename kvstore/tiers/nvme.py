@@ -350,7 +350,8 @@ class NvmeTier:
             self._stepped_s = now_s
             self._writes.give_up_first()
             lost = self._writes.take_failed()
-            log.warning("the disk has no room for a chain that is being written", blocks=lost.blocks)
+            fix = "raise nvme.capacity_bytes: the chains that are being written fill all of it"
+            log.warning("the disk has no room for a chain", blocks=lost.blocks, fix=fix)
             self._give_back(Refusal.QUEUE, lost)
 
     # ---- what must not stay ------------------------------------------------------------------------------
