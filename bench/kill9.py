@@ -234,7 +234,9 @@ class Rounds:
             world.start()
             self._look(world)
         seen, self.report = self.report, whole
-        whole.damage_noticed = seen.flushed_lost > 0
+        # Few rounds may have flushed nothing where nothing is evicted: then it shows in that nothing is left.
+        nothing_left = whole.blocks_verified > 0 and not seen.blocks_verified
+        whole.damage_noticed = seen.flushed_lost > 0 or nothing_left
         whole.corrupt += seen.corrupt
         whole.unsound += seen.unsound
 

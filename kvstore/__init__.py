@@ -1,4 +1,4 @@
-"""kvstore: keeps LLM KV-cache blocks in tiers and reloads what is faster to reload than to recompute."""
+"""kvstore: keeps LLM KV-cache blocks in tiers, and gives them back instead of having them computed again."""
 
 from __future__ import annotations
 

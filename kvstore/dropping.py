@@ -98,9 +98,10 @@ async def _drop_on_disk(group: Group, roots: set[int], dropped: Dropped) -> None
         group.record_changes()
 
     for nodes in nvme.nodes_in_parts():
-        await _in_slices(group, roots, nodes, nvme.readable, drop)
+        await _in_slices(group, roots, nodes, nvme.present, drop)
     try:
-        await write_atomic(*nvme.dropped_file(keys, mark))
+        async with nvme.dropping:
+            await write_atomic(*nvme.dropped_file(keys, mark))
     except OSError as error:
         raise Unavailable(
             f"dropped, but that could not be written down ({error.strerror}): a restart brings blocks on the "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ def test_the_default_policy_is_refused_with_the_line_to_type(
         ({"reuse": "all"}, 'kv_connector_extra_config.reuse: need "none", "own", "group", got \'all\''),
         ({"socket": "/" + "x" * 200}, "kv_connector_extra_config.socket: need a path of 1 to 107 bytes"),
         ({"fetch_s": -1}, "kv_connector_extra_config.fetch_s: need 0.0 to 60.0, got -1.0"),
+        ({"call_s": 0}, "kv_connector_extra_config.call_s: need 0.01 to 600.0, got 0.0"),
         ({"patience_s": True}, "kv_connector_extra_config.patience_s: need float, got True"),
     ],
 )
@@ -145,3 +148,16 @@ def test_speculative_tokens_are_never_saved(
 
 def test_settings_reach_vllm(tiny: Path) -> None:
     assert settings_of(tiny, Path("/s")).arguments()["kv_transfer_config"]["kv_role"] == "kv_both"
+
+
+@pytest.mark.parametrize(("ranks", "shortened"), [(1, False), (2, True)])
+def test_an_engine_of_several_ranks_lets_other_threads_have_their_turns(ranks: int, shortened: bool) -> None:
+    from kvstore.connectors.vllm import start
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        start.share_interpreter(SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks)))
+        assert (sys.getswitchinterval() < 0.005) == shortened
+    finally:
+        sys.setswitchinterval(before)

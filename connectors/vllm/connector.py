@@ -76,6 +76,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._refuse(error)
             return
         if role is KVConnectorRole.SCHEDULER:
+            start.share_interpreter(vllm_config)
             banks = len(self._shape.groups) * vllm_config.parallel_config.world_size
             self._scheduler = Scheduler(
                 self._options,

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket as sockets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "listens",
     "scheduler_clients",
     "shape_of",
+    "share_interpreter",
     "unbind",
     "wait_attached",
     "weights_of",
@@ -37,6 +39,7 @@ __all__ = [
 
 _log = logging.getLogger("vllm.kvstore")
 _SLICE_S = 0.2
+_SWITCH_S = 0.0002
 _NULL_BLOCK = 0  # vLLM never stores a token in it: the layout proof may
 
 
@@ -148,6 +151,16 @@ def worker_clients(
         )
         for bank in banks
     ]
+
+
+def share_interpreter(vllm_config: Any) -> None:
+    """Let threads beside an engine's main one have their turns, where that spins.
+
+    With several ranks vLLM's main thread waits for them by `os.sched_yield` in a loop, which keeps the GIL:
+    on a busy machine a lookup then took half a minute. Python's 5 ms are how long each turn is waited for.
+    """
+    if vllm_config.parallel_config.world_size > 1:
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
 
 
 def unbind() -> None:

@@ -63,7 +63,7 @@ def _told(command: Callable[..., Any]) -> tuple[str, str]:
 def _application() -> cyclopts.App:
     app = cyclopts.App(
         name="kvstore",
-        help="Keep LLM KV-cache blocks in tiers; reload what is faster to reload than to recompute.",
+        help="Keep LLM KV-cache blocks in tiers, and reload them instead of computing them again.",
         help_epilogue=_EPILOGUE,
         help_format="plaintext",
         version=__version__,

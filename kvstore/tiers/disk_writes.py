@@ -109,6 +109,8 @@ class DiskWrites:
         self._flushing: dict[int, _Flush] = {}
         self.queued_bytes = 0
         """Added, and not on the disk yet."""
+        self.steps = 0
+        """How often the disk took something or was done with something."""
         self._unfit, self._failed = Lost(), Lost()
 
     def __len__(self) -> int:
@@ -154,15 +156,28 @@ class DiskWrites:
             piece = self._queue.popleft()
             self._end_if_over(piece)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something that the disk has not taken yet."""
+        return bool(self._queue)
+
     def give_up_waiting(self) -> None:
         """What the disk does not know of yet is not written: HOST would be pinned as long as it rests."""
         while self._queue:
-            piece = self._queue.popleft()
-            left = len(piece.nodes) - piece.begun
-            piece.failed += left
-            self._failed.add(left, piece.shape)
-            piece.begun = len(piece.nodes)
-            self._end_if_over(piece)
+            self._give_up_first()
+
+    def give_up_first(self) -> None:
+        """The oldest piece finds no room: perhaps because it pins what would have to leave for it."""
+        self._give_up_first()
+        self.go_on()
+
+    def _give_up_first(self) -> None:
+        piece = self._queue.popleft()
+        left = len(piece.nodes) - piece.begun
+        piece.failed += left
+        self._failed.add(left, piece.shape)
+        piece.begun = len(piece.nodes)
+        self._end_if_over(piece)
 
     def _tell(self, piece: _Piece) -> bool:
         """Whether the disk knows all of it now; False: it has no room, its next word lets us go on."""
@@ -182,6 +197,7 @@ class DiskWrites:
                 self._by_job[job] = piece
                 piece.jobs += 1
             piece.begun += accepted
+            self.steps += accepted > 0
             if accepted < held:
                 return False
             if held < len(rest):  # nothing behind it can follow
@@ -191,6 +207,7 @@ class DiskWrites:
     def written(self, event: DiskEvent) -> None:
         """Records were written, or refused."""
         piece = self._by_job[event.job]
+        self.steps += 1
         piece.failed += len(event.failed)
         self._failed.add(len(event.failed), piece.shape)
         if event.last:

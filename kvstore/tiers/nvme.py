@@ -12,6 +12,7 @@ passed) and `alarms` (a moment has come). A disk that fails costs misses, never 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,6 +44,11 @@ log = structlog.get_logger()
 U32 = NDArray[np.uint32]
 # After an error of the disk it is left alone for so long, twice as long each time, until something succeeds.
 _REST_S, _REST_MAX_S = 0.5, 60.0
+# A piece that the disk has no room for pins its chain: where that is about as long as the disk is large,
+# nothing can leave for it, ever. Longer than any segment takes to be emptied.
+_STUCK_S = 5.0
+# After a file could not be made the tier goes on with those that it has, and tries again then.
+_GROW_S = 60.0
 # What was refused is offered again when it is hit, but no more often: that walks the chain, 0.1 ms a thousand
 # blocks, on the path of a lookup.
 _REOFFER_S = 0.02
@@ -108,6 +114,10 @@ class NvmeTier:
         self.trouble = ""
         """Why the disk is left alone at the moment, "" = it is not."""
         self._rest_s, self._resume_s = _REST_S, 0.0
+        self._grow_s: float | None = None
+        self._steps, self._stepped_s = 0, clock.now()
+        self.dropping = asyncio.Lock()
+        """Held by whoever writes down what was dropped: one at a time."""
         self._writes = DiskWrites(memory, host)
         self._offers = Offers(host, self._writes, admission, clock, self._queue_bytes_max())
         self.alarms = Alarms(clock)
@@ -174,9 +184,14 @@ class NvmeTier:
                 yield self._index.keys(part[self._disk.readable(part) != 0])
 
     def nodes_in_parts(self) -> Iterator[U32]:
-        """Every readable node, a segment at a time."""
+        """Every node that is readable or on its way here, a segment at a time."""
         for segment in range(self._disk.segments):
-            yield self._disk.nodes(segment, 1)
+            yield self._disk.nodes(segment, 1, coming=True)
+
+    def present(self, nodes: U32) -> NDArray[np.bool_]:
+        """(n,) whether each node is readable or on its way here."""
+        there: NDArray[np.bool_] = self._disk.present(nodes) != 0
+        return there
 
     def readable(self, nodes: U32) -> NDArray[np.bool_]:
         """(n,) whether each node's bytes are readable here."""
@@ -276,7 +291,9 @@ class NvmeTier:
                 self._read(event)
             elif event.kind == "flushed":
                 self._writes.flushed(event)
-            if event.error and event.kind != "read":  # one bad sector is no reason to leave the disk alone
+            if event.kind == "not_made":
+                self._cannot_grow(event.error)
+            elif event.error and event.kind != "read":  # one bad sector is no reason to leave the disk alone
                 self._fail(event.error)
         self._writes.go_on()
         self._offers.go_on()
@@ -306,6 +323,17 @@ class NvmeTier:
             log.warning("rotten blocks on the disk; they are computed again", blocks=len(event.corrupt))
         self._promotions.landed(event)
 
+    def _cannot_grow(self, error: int) -> None:
+        if not self._disk.counts()["file_bytes"]:
+            self._fail(error)
+            return
+        reason = os.strerror(error)
+        self.counters.errors[reason] += 1
+        if self._grow_s is None:
+            fix = "make room on it, or lower nvme.capacity_bytes"
+            log.warning("no file for more blocks", reason=reason, again_in_s=_GROW_S, fix=fix)
+        self._grow_s = self._clock.now() + _GROW_S
+
     def _fail(self, error: int) -> None:
         reason = os.strerror(error)
         self.counters.errors[reason] += 1
@@ -330,6 +358,21 @@ class NvmeTier:
             self.trouble = ""
             self._disk.resume()
             self._writes.go_on()
+        if self._grow_s is not None and now_s >= self._grow_s:
+            self._grow_s = None
+            self._disk.resume()
+        self._end_if_stuck(now_s)
+
+    def _end_if_stuck(self, now_s: float) -> None:
+        if not self._writes.waiting or self._writes.steps != self._steps:
+            self._steps, self._stepped_s = self._writes.steps, now_s
+        elif now_s >= self._stepped_s + _STUCK_S:
+            self._stepped_s = now_s
+            self._writes.give_up_first()
+            lost = self._writes.take_failed()
+            fix = "raise nvme.capacity_bytes: the chains that are being written fill all of it"
+            log.warning("the disk has no room for a chain", blocks=lost.blocks, fix=fix)
+            self._give_back(Refusal.QUEUE, lost)
 
     # ---- what must not stay ------------------------------------------------------------------------------
 

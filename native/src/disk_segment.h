@@ -62,7 +62,7 @@ struct DiskSegment {
   std::uint8_t failures = 0;   // of evacuations, since it was sealed
   std::uint32_t pages = 0;     // of the file
   std::uint64_t sequence = 0;
-  std::uint64_t old_sequence = 0;  // of the life whose records are still in the file, until a new header is on the medium
+  std::uint64_t old_sequence = 0;  // of the life whose records the file still has; 0 once a new header is synced
   std::uint64_t nonce = 0;
   std::uint32_t age = 0;       // when it began to be filled, in ticks of the pool's clock
   std::uint32_t next_page = 0; // first one that no record has

@@ -40,7 +40,7 @@ namespace kv {
 using MoveId = std::uint64_t;
 
 inline constexpr std::size_t kMergeBytes = std::size_t{2} << 20;
-// Larger ones gain nothing, and a virtual disk read them more slowly, by some 5 %.
+// Larger ones gain nothing, and a virtual disk read them more slowly.
 inline constexpr std::size_t kReadMergeBytes = std::size_t{1} << 20;
 
 enum class MoveStatus : std::uint8_t {
