@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockLayout",
     "Busy",
+    "Choice",
     "FetchPlan",
     "Hit",
     "LookupResult",
@@ -267,6 +268,14 @@ class Span:
     stop: int
 
 
+class Choice(enum.StrEnum):
+    """What can be done with a match: compute all of it, load, or compute a head while the rest is loading."""
+
+    RECOMPUTE = "recompute"
+    LOAD = "load"
+    SPLIT = "split"
+
+
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
     """What to reload and what to compute, and why.
@@ -276,12 +285,14 @@ class FetchPlan:
             once; the others (NVME, …) have to be fetched before (`Hit.ready`).
         spans: where each part comes from, GPU hits included; ascending, none overlaps another.
         reason: one sentence.
+        choice: with SPLIT the blocks between the device's and `load_start` are computed while these load.
     """
 
     load_start: int
     load_stop: int
     spans: tuple[Span, ...]
     reason: str
+    choice: Choice = Choice.LOAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,13 @@ A load that would fall under that rule although it comes as predicted is not beg
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvstore.policy.lag import LAG_SHARE, LagRule
 from kvstore.policy.ways import Prefill, ReloadQuestion, Terms, Way
-from kvstore.types import FetchPlan, Span, Tier
+from kvstore.types import Choice, FetchPlan, Span, Tier
 
 __all__ = ["BLIND_S", "Choice", "Decision", "Prefill", "ReloadQuestion", "Way", "decide", "plan"]
 
@@ -67,14 +66,6 @@ def plan(device: int, host: int, disk: int = 0) -> FetchPlan:
     return FetchPlan(device, max(reached, disk), tuple(spans), _UNDECIDED)
 
 
-class Choice(enum.StrEnum):
-    """What can be done with a match."""
-
-    RECOMPUTE = "recompute"
-    LOAD = "load"
-    SPLIT = "split"
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What is done, and what would have been.
@@ -106,7 +97,7 @@ class Decision:
 
     def plan(self) -> FetchPlan:
         """The same for callers that only load."""
-        return FetchPlan(self.load_start, self.load_stop, self.spans, self.reason)
+        return FetchPlan(self.load_start, self.load_stop, self.spans, self.reason, self.choice)
 
     def lag_rule(self, late_s: float = 0.0) -> LagRule | None:
         """The rule for this load; None: nothing is loaded. `late_s`: see there."""
