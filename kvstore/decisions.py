@@ -28,7 +28,6 @@ __all__ = [
     "Recorded",
     "TrustChange",
     "found",
-    "of_group",
 ]
 
 # 20 s at 50 requests a second. One is 1.5 KiB (the reason and three predictions are most of it): 1.5 MiB.
@@ -270,13 +269,3 @@ def found(records: Iterator[Recorded], name: str) -> Recorded | None:
         if of_lease is None and record.asked.lease and str(record.asked.lease) == name:
             of_lease = record
     return of_lease
-
-
-def of_group(group: object) -> Decisions:
-    """The memory that a trust group carries as its attribute `decisions`, made on first use."""
-    carried = vars(group)
-    memory = carried.get("decisions")
-    if memory is None:
-        memory = carried["decisions"] = Decisions()
-    assert isinstance(memory, Decisions)
-    return memory

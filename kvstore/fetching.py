@@ -19,7 +19,7 @@ import numpy as np
 from kvstore._native import SlotFormat
 from kvstore.errors import BadRequest, NotFound
 from kvstore.leases import Lease, LeaseState
-from kvstore.policy.lag import LagRule, arrived_share
+from kvstore.policy.planned import Watch
 from kvstore.tiers.alarms import Alarm
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.noop import NoDisk
@@ -29,35 +29,6 @@ from kvstore.tiers.promotion import Promotion
 __all__ = ["Fetches", "Fetching", "Watch"]
 
 OnProgress = Callable[["Fetching"], None]
-
-
-def _not_told(_: int) -> float:
-    return 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """The lag rule for one fetch, from the moment at which it begins.
-
-    Attributes:
-        rule: R and W of what is fetched.
-        rest_s: predicted seconds to compute what has not arrived, of how many leading blocks of the fetch
-            have; 0 only for all of them. Those that were on HOST when it began count as arrived.
-        on_time_s: predicted seconds from the start until so many have arrived; 0 = not known.
-    """
-
-    rule: LagRule
-    rest_s: Callable[[int], float]
-    on_time_s: Callable[[int], float] = _not_told
-
-    def due_s(self, arrived: int) -> float:
-        """When to look if no more arrives than these, in seconds since the fetch began; perhaps infinite.
-
-        Raises:
-            ValueError: a prediction is no number of seconds.
-        """
-        share = arrived_share(self.rule.recompute_s, self.rest_s(arrived))
-        return self.rule.due_s(share, self.on_time_s(arrived))
 
 
 class Fetching:
@@ -157,6 +128,8 @@ class Fetches:
         if fetching.ready == start > 0 and not self._continues(int(lease.nodes[start - 1])):
             raise BadRequest(f"fetch.start: block {start - 1} is neither on HOST nor on NVME; start earlier")
         began_s = self._nvme.alarms.clock.now()
+        if watch is not None:
+            began_s = max(began_s, watch.from_s)
         due_s = began_s + watch.due_s(fetching.ready - start) if watch is not None else math.inf
         if lease.state is not LeaseState.FETCHING:
             lease.move(LeaseState.FETCHING)
@@ -189,7 +162,7 @@ class Fetches:
         if now_s < due_s:
             self._look_at(due_s, running, nvme)
             return
-        fetching.lagged = True
+        fetching.lagged, fetching.lease.lagged_s = True, now_s - running.began_s
         nvme.abandon(
             running.promotion,
             f"it lagged: {arrived} of {fetching.stop - fetching.start} blocks had come after "
@@ -208,6 +181,7 @@ class Fetches:
         fetching.reason = promotion.reason
         lease.brought = (first, fetching.ready)
         lease.host = max(lease.host, fetching.ready)
+        lease.short = fetching.reason
         if fetching.over:
             running = self._running.pop(lease.id, None)
             if running is not None and running.alarm is not None:

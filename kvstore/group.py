@@ -12,11 +12,12 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from kvstore import _native
+from kvstore import _native, hits
 from kvstore._native import NONE, SlotFormat
 from kvstore.callers import Caller, Checked, Counters, Engine, Root
 from kvstore.clock import Clock
 from kvstore.config import Config
+from kvstore.decisions import Decisions
 from kvstore.errors import BadRequest, LimitExceeded
 from kvstore.events import EventKind, EventLog
 from kvstore.fetching import Fetches
@@ -25,6 +26,7 @@ from kvstore.memory import GroupMemory
 from kvstore.meters import Meters
 from kvstore.policy.admission import Admission
 from kvstore.pricing import Pricing
+from kvstore.probing import Probing
 from kvstore.tenants import Origin
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.tiers.host import HostTier
@@ -66,6 +68,9 @@ class Group:
         self.nvme: NvmeTier | NoDisk = _nvme(memory, self.host, config, clock)
         self.fetches = Fetches(self.host, self.nvme)
         self.leases = Leases(memory.index, config.daemon.leases_max)
+        self.decisions = Decisions()
+        self.probing: Probing | None = None
+        """None without a disk."""
         self.fillings = Fillings()
         self.events = EventLog(epoch, config.events.log_max, clock)
         self.engines: dict[bytes, Engine] = {}
@@ -84,6 +89,9 @@ class Group:
         """Takes work that may be done in slices; the daemon spreads them over its event loop."""
         if isinstance(self.nvme, NvmeTier):
             self.nvme.on_change = self.record_changes
+            self.probing = Probing(
+                self.pricing, self.decisions, self.leases, self.host, self.nvme, self.clock
+            )
 
     def reconfigure(self, config: Config) -> None:
         """Limits of a reloaded configuration hold from now on."""
@@ -259,7 +267,9 @@ class Group:
         if len(table) and caller is not None and isinstance(caller.engine.device, OwnedPool):
             caller.engine.device.unpin(table)
         if state is LeaseState.RELEASED:
-            self._count_hits(lease)
+            caller = self.callers.get(lease.session)
+            size_bytes = caller.shape.length if caller is not None else 0
+            hits.count(lease, size_bytes, self.counters, self.meters, self.decisions)
         self.leases.end(lease, state)
 
     def end_leases(self, caller: Caller) -> Iterator[None]:
@@ -299,19 +309,6 @@ class Group:
                 "engines agree on model, tokenizer, layout and tenant?"
             )
             log.warning("no hits at all", group=self.name, alarm=self.alarm)
-
-    def _count_hits(self, lease: Lease) -> None:
-        loaded = max(0, lease.host - lease.device)
-        brought = max(0, min(lease.brought[1], lease.host) - max(lease.brought[0], lease.device))
-        blocks = {Tier.GPU: lease.device, Tier.HOST: loaded - brought, Tier.NVME: brought}
-        if lease.tenant:
-            self.meters.count_hit(lease.tenant, {t: n * lease.block_tokens for t, n in blocks.items()})
-        for tier, count in blocks.items():
-            self.counters.hit_blocks_by_tier[tier] += count
-        caller = self.callers.get(lease.session)
-        if caller is not None:
-            self.counters.loaded_bytes += loaded * caller.shape.length
-        self.counters.hit_blocks += max(lease.device, lease.host)
 
     def revoke_stale(self) -> int:
         """Take the pins of sessions that have been silent too long, LEASES_SLICE of them at most.

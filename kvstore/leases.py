@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from kvstore._native import NONE, Index
 from kvstore.errors import LimitExceeded, NotFound
+from kvstore.intent import Intent
+from kvstore.policy.planned import Planned
 
 __all__ = ["Lease", "LeaseState", "Leases"]
 
@@ -71,6 +73,10 @@ class Lease:
         brought: [start, stop) of the match that a fetch brought from NVME; part of `host` since then.
         state: life cycle.
         tenant, block_tokens: whose hit it will be, in tokens.
+        intent: what its engine told of the request.
+        planned: what was decided for it, once its match is final.
+        short, lagged_s: why the last fetch brought less than was asked for, and after how many seconds the
+            lag rule gave it up; "" and None = neither happened.
     """
 
     id: int
@@ -87,6 +93,10 @@ class Lease:
     state: LeaseState = LeaseState.GRANTED
     tenant: str = ""
     block_tokens: int = 0
+    intent: Intent = field(default_factory=Intent)
+    planned: Planned | None = None
+    short: str = ""
+    lagged_s: float | None = None
 
     def move(self, to: LeaseState) -> None:
         """Change state.

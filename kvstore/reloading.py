@@ -1,8 +1,8 @@
 """Reload on SIGHUP: what may change while engines are attached, and what has to wait for a restart.
 
     at once            log level, limits and times of [daemon], write budget, stall time and speed limits of
-                       [nvme], new tenants of existing groups (and their salts), tenants that may not attach
-                       any more, the reuse that a tenant may ask for
+                       [nvme], how loads are planned, new tenants of existing groups (and their
+                       salts), tenants that may not attach any more, the reuse that a tenant may ask for
     after a restart    everything else: sockets, arenas, groups, salts and groups of tenants that exist
 
 Sessions that are attached keep the roots that they were given. A file with a mistake changes nothing.
@@ -43,6 +43,7 @@ LIVE_KEYS = frozenset(
         "nvme.stall_s",
         "nvme.limit_bytes_per_s",
         "nvme.added_latency_s",
+        "plan.mode",
     }
 )
 

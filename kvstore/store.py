@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import _native, quarantine
-from kvstore._native import NONE, PAGE_BYTES, Reserved, Walk
+from kvstore import _native, planning, quarantine
+from kvstore._native import NONE, Reserved, Walk
 from kvstore.callers import Caller
 from kvstore.clock import Clock
 from kvstore.config import Config, Salts
@@ -23,12 +23,13 @@ from kvstore.errors import BadRequest, Refused
 from kvstore.events import Snapshot
 from kvstore.fetching import Fetching
 from kvstore.group import Group
+from kvstore.intent import Intent
 from kvstore.keep.keeping import Keeping
 from kvstore.keys import KEY_BYTES
 from kvstore.leases import Lease
 from kvstore.memory import open_disk, open_memory
 from kvstore.outcomes import Match, Published, Reservation
-from kvstore.policy import reload
+from kvstore.planning import Held
 from kvstore.progress import ShowProgress
 from kvstore.tenants import Tenants
 from kvstore.types import FetchPlan, Namespace
@@ -37,6 +38,8 @@ __all__ = ["Match", "Published", "Reservation", "Store"]
 
 # A report makes the daemon read the blocks it names: 32 MiB at 8 GB/s hold the loop for 4 ms.
 REPORT_BYTES_MAX = 32 << 20
+# Of a match whose second trip is due: its plan comes with that.
+_ASKED_ON = FetchPlan(0, 0, (), "the keys of a gap are asked for first")
 
 
 class Store:
@@ -98,7 +101,13 @@ class Store:
     # ---- reading -----------------------------------------------------------------------------------------
 
     def lookup(
-        self, caller: Caller, root: bytes, blocks: int, positions: NDArray[np.uint32], keys: NDArray[np.uint8]
+        self,
+        caller: Caller,
+        root: bytes,
+        blocks: int,
+        positions: NDArray[np.uint32],
+        keys: NDArray[np.uint8],
+        intent: Intent = Intent(),  # noqa: B008 it never changes
     ) -> Match:
         """Longest known prefix of a chain, with a lease on it (LAWS C13, first trip).
 
@@ -107,6 +116,7 @@ class Store:
             blocks: length of the chain that may be reused.
             positions: (k,) ascending positions of the keys sent.
             keys: (k, 32).
+            intent: what is known of the request, for its plan.
 
         Raises:
             BadRequest: malformed or contradictory keys; nothing was changed.
@@ -116,7 +126,7 @@ class Store:
         group.root_of(caller, root)
         walk = _walk(group, root, blocks, positions, keys)
         group.count_lookup(group.tenant_of(caller, root), blocks, caller.layout)
-        return self._match(caller, None, root, blocks, walk)
+        return self._match(caller, None, root, blocks, walk, intent)
 
     def extend(
         self, caller: Caller, lease_id: int, positions: NDArray[np.uint32], keys: NDArray[np.uint8]
@@ -125,43 +135,56 @@ class Store:
         group = caller.group
         lease = group.leases.get(caller.session, lease_id)
         walk = _walk(group, lease.root, lease.blocks_max, positions, keys)
-        return self._match(caller, lease, lease.root, lease.blocks_max, walk)
+        return self._match(caller, lease, lease.root, lease.blocks_max, walk, lease.intent)
 
-    def _match(self, caller: Caller, lease: Lease | None, root: bytes, blocks: int, walk: Walk) -> Match:
-        group, device = caller.group, caller.engine.device
-        on_device, on_host, on_disk = device.match(walk), group.host.match(walk), group.nvme.match(walk)
-        length = max(on_device, on_host, on_disk)
+    def _match(
+        self,
+        caller: Caller,
+        lease: Lease | None,
+        root: bytes,
+        blocks: int,
+        walk: Walk,
+        intent: Intent,
+    ) -> Match:
+        group = caller.group
+        held = Held(caller.engine.device.match(walk), group.host.match(walk), group.nvme.match(walk))
+        length = max(held.above, held.disk)
         if lease is not None and length <= len(lease.nodes):  # the gap knew nothing more
             lease.host = group.host.leading(lease.nodes[: lease.host])  # some may have been dropped since
-            plan = reload.plan(lease.device, lease.host, lease.disk)
             digest = _native.keys_digest(group.index.keys(lease.nodes))
-            return self._found(caller, lease, len(lease.nodes), walk.gap_stop, digest, plan)
+            return self._planned(caller, lease, len(lease.nodes), walk.gap_stop, digest)
+        tenant = group.tenant_of(caller, root)
         if not length:
-            return Match(None, walk.depth, walk.gap_stop, 0, reload.plan(0, 0), b"")
+            made = planning.plan(caller, intent, blocks, held, 0, tenant)
+            return Match(None, walk.depth, walk.gap_stop, 0, made.fetch_plan(), b"")
         nodes = walk.nodes[:length]
         first = lease is None
         if lease is None:
             lease = group.leases.grant(caller.session, root, blocks, nodes)
-            lease.tenant, lease.block_tokens = group.tenant_of(caller, root), caller.layout.block_tokens
+            lease.tenant, lease.block_tokens, lease.intent = tenant, caller.layout.block_tokens, intent
         else:
             lease.nodes = nodes
             group.leases.repin(lease, int(nodes[-1]))
-        lease.device, lease.host, lease.disk = on_device, on_host, on_disk
+        lease.device, lease.host, lease.disk = held.device, held.host, held.disk
         group.counters.matches += 1
-        _touch(caller, nodes, on_host)
-        plan = reload.plan(on_device, on_host, on_disk)
-        if first and walk.gap_stop > walk.depth == length:  # it will extend: only then does it need slots
-            return Match(lease, walk.depth, walk.gap_stop, group.index.digest(walk, length), plan, b"")
-        # Slots of what is on HOST; the rest of the load range is named by a fetch.
-        stop = max(plan.load_start, min(plan.load_stop, on_host))
-        runs = walk.packed(plan.load_start, stop, caller.shape.slot_bytes // PAGE_BYTES)
-        return Match(lease, walk.depth, walk.gap_stop, group.index.digest(walk, length), plan, runs)
+        _touch(caller, nodes, held.host)
+        digest = group.index.digest(walk, length)
+        if first and walk.gap_stop > walk.depth == length:  # it will extend: then it is planned
+            return Match(lease, walk.depth, walk.gap_stop, digest, _ASKED_ON, b"")
+        return self._planned(caller, lease, walk.depth, walk.gap_stop, digest)
 
-    def _found(
-        self, caller: Caller, lease: Lease, known: int, gap_stop: int, digest: int, plan: FetchPlan
-    ) -> Match:
-        nodes = lease.nodes[plan.load_start : max(plan.load_start, min(plan.load_stop, lease.host))]
-        return Match(lease, known, gap_stop, digest, plan, caller.group.host.runs(nodes, caller.shape))
+    def _planned(self, caller: Caller, lease: Lease, known: int, gap_stop: int, digest: int) -> Match:
+        """The match of a lease is final: decide what to do with it."""
+        group = caller.group
+        held = Held(lease.device, lease.host, lease.disk)
+        made = planning.plan(caller, lease.intent, lease.blocks_max, held, lease.id, lease.tenant)
+        lease.planned, plan = made, made.fetch_plan()
+        # Slots of what is on HOST; the rest of the load range is named by a fetch.
+        stop = max(plan.load_start, min(plan.load_stop, lease.host))
+        runs = group.host.runs(lease.nodes[plan.load_start : stop], caller.shape)
+        if held.disk > held.above >= plan.load_stop and group.probing is not None:
+            group.probing.consider(lease.nodes[held.above : held.disk], caller.shape)
+        return Match(lease, known, gap_stop, digest, plan, runs)
 
     def fetch(
         self,
@@ -182,7 +205,8 @@ class Store:
         """
         group = caller.group
         lease = group.leases.get(caller.session, lease_id)
-        return group.fetches.begin(lease, start, stop, caller.shape, on_progress)
+        watch = lease.planned.watch(start) if lease.planned is not None else None
+        return group.fetches.begin(lease, start, stop, caller.shape, on_progress, watch)
 
     def report(self, caller: Caller, lease_id: int, bad: NDArray[np.uint32]) -> int:
         """Blocks that failed a client's check: verify them here, drop the rotten; how many those were.

@@ -286,6 +286,10 @@ class FetchPlan:
         spans: where each part comes from, GPU hits included; ascending, none overlaps another.
         reason: one sentence.
         choice: with SPLIT the blocks between the device's and `load_start` are computed while these load.
+        id: of the plan in the daemon's memory, to tell what came of it; 0 = it is not remembered.
+        lag_from_s, load_s, recompute_s: of the lag rule, in seconds after the lookup: when its clock starts,
+            how long the load is predicted to take from then, and how long to compute instead; 0 for
+            recompute_s = nothing is to be given up for being late.
     """
 
     load_start: int
@@ -293,6 +297,10 @@ class FetchPlan:
     spans: tuple[Span, ...]
     reason: str
     choice: Choice = Choice.LOAD
+    id: int = 0
+    lag_from_s: float = 0.0
+    load_s: float = 0.0
+    recompute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +330,10 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Nothing of this chain is known, or nothing may be used."""
+    """Nothing of this chain is known, or nothing may be used. `plan`: as `FetchPlan.id`."""
 
     reason: str = ""
+    plan: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client import Client, Reservation
+from kvstore.intent import Intent
 from kvstore.keys import KeyChain, as_tokens
 from kvstore.types import Hit, Miss
 
@@ -87,18 +89,19 @@ class Courier:
         if not is_plain(tracked.request):
             tracked.binding = self._digests.submit(self._bind, tracked.request, self._since_reset)
 
-    def look_up(self, tracked: Tracked, until: float, *, afresh: bool = False) -> Asked:
+    def look_up(self, tracked: Tracked, until: float, intent: Intent, *, afresh: bool = False) -> Asked:
         """Ask how much of a request's tokens can be loaded. The answer may be dropped.
 
         Args:
             until: on the monotonic clock: after it nobody waits for the daemon's answer; put off while blocks
                 are brought from the disk.
+            intent: for the request's plan.
             afresh: tell the daemon first what the device pool holds by now.
         """
         asked = Asked(until)
 
         def ask(bound: Bound) -> None:
-            self._errands.put(lambda: self._answer(asked, tracked, bound, afresh))
+            self._errands.put(lambda: self._answer(asked, tracked, bound, intent, afresh))
 
         self._once_bound(tracked, ask)
         return asked
@@ -207,12 +210,12 @@ class Courier:
             return Bound({}, f"its digest failed: {error!r}")
         return Bound({}, "an image or adapter of this name has other content by now")
 
-    def _answer(self, asked: Asked, tracked: Tracked, bound: Bound, afresh: bool) -> None:
+    def _answer(self, asked: Asked, tracked: Tracked, bound: Bound, intent: Intent, afresh: bool) -> None:
         """Look up, and answer now or when what was found is on HOST."""
         if not asked.set_running_or_notify_cancel():
             return
         try:
-            found, client = self._look_up(tracked, bound, afresh), self._client
+            found, client = self._look_up(tracked, bound, intent, afresh), self._client
             if client is None or found.hit is None or found.hit.ready == found.hit.plan.load_stop:
                 asked.set_result(found)
             else:
@@ -221,7 +224,7 @@ class Courier:
             _log.exception("kvstore: a lookup failed")
             asked.set_exception(error)
 
-    def _look_up(self, tracked: Tracked, bound: Bound, afresh: bool) -> Answer:
+    def _look_up(self, tracked: Tracked, bound: Bound, intent: Intent, afresh: bool) -> Answer:
         if bound.reason:
             return Answer(None, reason=bound.reason, bindable=False)
         client = self._client
@@ -233,10 +236,13 @@ class Courier:
         if chain is None:
             return Answer(None, reason=f"tenant {self._tenant!r} may not share as {tracked.reuse.value!r}")
         epoch = client.epoch
-        found = client.lookup(chain)
+        asked_s = time.monotonic()
+        found = client.lookup(chain, intent=intent)
         if isinstance(found, Hit):
-            return Answer(found, chain, epoch)
-        return Answer(None, reason=found.reason if isinstance(found, Miss) else f"busy: {found.reason}")
+            return Answer(found, chain, epoch, plan=found.plan.id, asked_s=asked_s)
+        if isinstance(found, Miss):
+            return Answer(None, reason=found.reason, plan=found.plan, asked_s=asked_s)
+        return Answer(None, reason=f"busy: {found.reason}")
 
     def _chain(self, client: Client, tracked: Tracked, bound: Bound, blocks: int) -> KeyChain | None:
         """Keys of a request's first `blocks` blocks, or more, under the daemon's root of today."""

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.client import Client
-from kvstore.types import Hit, Reuse, Tier
+from kvstore.intent import Intent
+from kvstore.types import Reuse, Tier
 
 from .courier import Courier, is_plain
 from .messages import LoadOrder, StepOrders, StepReport
@@ -28,7 +29,7 @@ from .metrics import Tally
 from .options import Options, reuse_of
 from .saves import Saves
 from .steps import Steps
-from .tracked import Answer, Tracked
+from .tracked import Answer, Tracked, by_tier, first_of
 
 __all__ = ["Scheduler"]
 
@@ -46,16 +47,25 @@ class Scheduler:
         banks: answers that end a save: KV groups × ranks.
         loads, saves: does this engine's kv_role include them?
         tally: counts.
+        chunk_tokens: most tokens of one step; 0 = not known.
     """
 
     def __init__(
-        self, options: Options, block_tokens: int, banks: int, loads: bool, saves: bool, tally: Tally
+        self,
+        options: Options,
+        block_tokens: int,
+        banks: int,
+        loads: bool,
+        saves: bool,
+        tally: Tally,
+        chunk_tokens: int = 0,
     ) -> None:
         self._options = options
         self._block_tokens = block_tokens
         self._tally = tally
         self._loads = loads
         self._may_save = saves
+        self._chunk_tokens = chunk_tokens
         self._courier = Courier(block_tokens, options.tenant, options.fetch_s)
         self._saves = Saves(self._courier, options.pins_share, banks, tally)
         self.steps = Steps(options.tenant)
@@ -119,7 +129,8 @@ class Scheduler:
             if not self._courier.epoch:
                 return Answer(None, reason="no daemon is attached")
             until = began + self._options.lookup_s
-            asked = tracked.asked = self._courier.look_up(tracked, until, afresh=tracked.relooks > 0)
+            intent = self._intent(tracked)
+            asked = tracked.asked = self._courier.look_up(tracked, until, intent, afresh=tracked.relooks > 0)
             self._tally.add("lookups")
         # What is being read from a disk, or hashed, is not about to come: no step that computes waits for it.
         soon = is_plain(tracked.request) and (self._idle or not asked.fetching)
@@ -134,12 +145,26 @@ class Scheduler:
         tracked.asked = None
         return answer
 
+    def _intent(self, tracked: Tracked) -> Intent:
+        """What the plan of a request depends on beside its keys."""
+        decodes, context = self.steps.load
+        request = tracked.request
+        return Intent(
+            request.num_tokens,
+            request.request_id,
+            decodes=decodes,
+            decode_context=context,
+            chunk_tokens=self._chunk_tokens,
+        )
+
     def _take(self, tracked: Tracked, answer: Answer) -> None:
         tracked.answer = answer
         if not answer.bindable:
             tracked.closed = True
             self._tally.add("unbindable")
         tracked.reason = answer.reason
+        if tracked.first_admission:
+            tracked.plan, tracked.asked_s = answer.plan, answer.asked_s
         if answer.hit is not None:
             tracked.reason = answer.reason or answer.hit.plan.reason
             tracked.known_to(answer.epoch, answer.hit.blocks)
@@ -198,7 +223,7 @@ class Scheduler:
             )
         )
         tracked.loading, tracked.good, tracked.bad = True, stop - start, set()
-        tracked.loads = _by_tier(hit, start, stop, self._block_tokens)
+        tracked.loads = by_tier(hit, start, stop, self._block_tokens)
         self._tally.add("hits")
 
     def sources(self, request: Any, external: int) -> dict[Tier, int]:
@@ -227,7 +252,7 @@ class Scheduler:
         good = tracked.good
         self._courier.finish_load(tracked.answer.hit.lease, tracked.bad)
         tracked.loading, tracked.answer = False, None
-        loaded = _first(tracked.loads, good * self._block_tokens)
+        loaded = first_of(tracked.loads, good * self._block_tokens)
         self._tally.add("loaded_tokens", good * self._block_tokens)
         self._tally.add("loaded_nvme_tokens", loaded.get(Tier.NVME, 0))
         if tracked.first_admission:
@@ -362,25 +387,3 @@ class Scheduler:
         """The engine ends."""
         self._saves.close()
         self._courier.close()
-
-
-def _by_tier(hit: Hit, start: int, stop: int, block_tokens: int) -> dict[Tier, int]:
-    """Tokens of blocks [start, stop) by the tier that they come from."""
-    counts: dict[Tier, int] = {}
-    for span in hit.plan.spans:
-        blocks = min(stop, span.stop) - max(start, span.start)
-        # Where the device was thought to hold a block that it has lost, its copy on HOST is loaded.
-        tier = Tier.HOST if span.tier is Tier.GPU else span.tier
-        if blocks > 0:
-            counts[tier] = counts.get(tier, 0) + blocks * block_tokens
-    return counts
-
-
-def _first(hits: dict[Tier, int], tokens: int) -> dict[Tier, int]:
-    """The first `tokens` of them."""
-    kept = {}
-    for tier, count in hits.items():
-        if min(count, tokens) > 0:
-            kept[tier] = min(count, tokens)
-        tokens -= min(count, tokens)
-    return kept

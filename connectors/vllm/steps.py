@@ -62,6 +62,8 @@ class Steps:
         self._tenant = tenant
         self._clock = clock
         self._client: Client | None = None
+        self.load = (0, 0)
+        """Sequences that decoded in the latest step, and the tokens of their contexts."""
         self._numbers = 0
         self._under_way: deque[_Step] = deque(maxlen=_UNDER_WAY_MAX)
         self._ended_s = -math.inf
@@ -75,6 +77,8 @@ class Steps:
         self._numbers += 1
         work = _work(step) if self.timed else None
         firsts = list(_firsts(step, tracked))
+        if work is not None:
+            self.load = work[2:]
         self._under_way.append(_Step(self._numbers, self._clock(), work, firsts))
         return self._numbers
 
@@ -104,6 +108,7 @@ class Steps:
         prompt = int(tracked.request.num_prompt_tokens)
         reused = min(prompt, tracked.device + sum(tracked.hits.values()))
         client.note_request(self._tenant, now_s - tracked.arrived_s, prompt, reused)
+        client.note_plan(tracked.plan, max(0.0, now_s - tracked.asked_s))
 
 
 def _firsts(step: Any, tracked: Mapping[str, Tracked]) -> Iterable[Tracked]:

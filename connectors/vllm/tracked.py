@@ -13,7 +13,7 @@ from kvstore.types import Hit, Reuse, Tier
 
 from .binding import Bound
 
-__all__ = ["Answer", "Asked", "Keys", "Tracked"]
+__all__ = ["Answer", "Asked", "Keys", "Tracked", "by_tier", "first_of"]
 
 _TRIES_MAX = 4
 _PAUSE_S = 0.05  # after the first save that was dropped; doubled each time
@@ -31,6 +31,7 @@ class Answer:
         bindable: False: this request must not be saved either.
         fetched, missed: blocks that had to be brought from below HOST: those that came, and the others.
         fetch_s: how long that took.
+        plan, asked_s: id of the daemon's plan, and when it was asked for one; 0 = there is none.
     """
 
     hit: Hit | None
@@ -41,6 +42,8 @@ class Answer:
     fetched: int = 0
     missed: int = 0
     fetch_s: float = 0.0
+    plan: int = 0
+    asked_s: float = 0.0
 
 
 class Asked(Future[Answer]):
@@ -110,6 +113,7 @@ class Tracked:
         ended: the engine is done with it.
         arrived_s: on the monotonic clock.
         answered: its first token was scheduled.
+        plan, asked_s: as in the answer that it was first admitted with.
     """
 
     request: Any
@@ -136,6 +140,8 @@ class Tracked:
     ended: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
     answered: bool = False
+    plan: int = 0
+    asked_s: float = 0.0
 
     @property
     def first_admission(self) -> bool:
@@ -154,3 +160,25 @@ class Tracked:
         self.tries += 1
         self.not_before = time.monotonic() + _PAUSE_S * 2**self.tries
         self.closed = self.closed or self.tries > _TRIES_MAX
+
+
+def by_tier(hit: Hit, start: int, stop: int, block_tokens: int) -> dict[Tier, int]:
+    """Tokens of blocks [start, stop) by the tier that they come from."""
+    counts: dict[Tier, int] = {}
+    for span in hit.plan.spans:
+        blocks = min(stop, span.stop) - max(start, span.start)
+        # Where the device was thought to hold a block that it has lost, its copy on HOST is loaded.
+        tier = Tier.HOST if span.tier is Tier.GPU else span.tier
+        if blocks > 0:
+            counts[tier] = counts.get(tier, 0) + blocks * block_tokens
+    return counts
+
+
+def first_of(hits: dict[Tier, int], tokens: int) -> dict[Tier, int]:
+    """The first `tokens` of them."""
+    kept = {}
+    for tier, count in hits.items():
+        if min(count, tokens) > 0:
+            kept[tier] = min(count, tokens)
+        tokens -= min(count, tokens)
+    return kept

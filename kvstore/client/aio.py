@@ -23,6 +23,7 @@ from kvstore.client.face import Face, as_blocks, as_keys
 from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave, Tasks
 from kvstore.client.upkeep import upkeep
 from kvstore.client.values import Reservation, Table
+from kvstore.intent import Intent
 from kvstore.keys import KeyChain
 from kvstore.rpc.messages import Check, Status
 from kvstore.types import Busy, Hit, LookupResult
@@ -107,12 +108,15 @@ class AsyncClient(Face):
 
     # ---- reading ---------------------------------------------------------------------------------------
 
-    async def lookup(self, chain: KeyChain, blocks: int | None = None) -> LookupResult:
+    async def lookup(
+        self, chain: KeyChain, blocks: int | None = None, intent: Intent | None = None
+    ) -> LookupResult:
         """How much of a chain may be reloaded, and from where. A `Hit` is a lease: `release` it.
 
         Args:
             chain: keys under one of our roots.
             blocks: use only the first so many (default: all).
+            intent: what the daemon should know of the request to plan it; None = nothing but its blocks.
 
         Cost: one round trip; beyond 1,024 blocks of about 2·√n keys, and a second one if the deepest known
             block lies between them.
@@ -120,7 +124,7 @@ class AsyncClient(Face):
         Raises:
             BadRequest: blocks is outside the chain.
         """
-        return await self._run(reading.lookup(self._core, chain, blocks))
+        return await self._run(reading.lookup(self._core, chain, blocks, intent))
 
     def load(self, hit: Hit, blocks: U32) -> AsyncLoad:
         """Begin to copy a hit's load range into device blocks, in chain order, every block verified.

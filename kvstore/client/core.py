@@ -26,7 +26,7 @@ from kvstore.client.values import Counters, Reservation, Setup, Table
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Unavailable, from_status
 from kvstore.keys import KeyChain
 from kvstore.rpc.messages import Failed, Progress, Reply, Request
-from kvstore.types import Tier
+from kvstore.types import FetchPlan, Tier
 
 __all__ = [
     "Attachment",
@@ -84,6 +84,7 @@ class Grant:
         chain: keys it was asked for, None for a table without reuse.
         load_start: first block of its load range.
         blocks: length of the match.
+        plan, at_s: what the daemon decided, and when it was asked.
         unseen: what an acquire added whose caller was gone when the answer came; the next one gets it.
     """
 
@@ -93,6 +94,8 @@ class Grant:
     load_start: int = 0
     blocks: int = 0
     unseen: Table | None = None
+    plan: FetchPlan | None = None
+    at_s: float = 0.0
 
 
 @dataclass(slots=True)

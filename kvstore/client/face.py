@@ -183,6 +183,21 @@ class Face:
             raise BadRequest(f"note_request: {reused_tokens} of {prompt_tokens} tokens in {ttft_s} s")
         self._core.timings.note_request(tenant, float(ttft_s), int(prompt_tokens), int(reused_tokens))
 
+    def note_plan(self, plan: int, seconds: float) -> None:
+        """A plan was carried out: noted here, told to the daemon with a heartbeat, for `kvstore explain`.
+
+        Args:
+            plan: `FetchPlan.id` of a hit, or `Miss.plan`; 0 is ignored.
+            seconds: from the lookup until the whole prompt had its KV: about until its first token.
+
+        Raises:
+            BadRequest: seconds that cannot be.
+        """
+        if not 0.0 <= seconds < float("inf"):
+            raise BadRequest(f"note_plan: {seconds} s")
+        if plan > 0:
+            self._core.timings.note_plan(int(plan), float(seconds))
+
     def note_prefill(
         self,
         tokens: int,

@@ -6,6 +6,8 @@ also say that less will come than was asked for; what has come stays, whatever h
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,13 +15,17 @@ from kvstore.client.core import Core, Fetching, Grant, ask
 from kvstore.client.effects import Hear, Op
 from kvstore.client.values import FetchResult
 from kvstore.errors import KVStoreError
+from kvstore.policy.lag import LagRule
 from kvstore.rpc.messages import Fetch, Fetched
+from kvstore.types import FetchPlan
 
 __all__ = ["Arrived", "fetch"]
 
 U32 = NDArray[np.uint32]
 # A wait for notices looks so often whether anybody still wants them. Nothing is delayed by it but an end.
 _LOOK_S = 0.05
+# The daemon watches what lags. This side does so only for one that says nothing any more, so much later.
+_SILENT_S = 0.1
 
 
 class Arrived:
@@ -73,7 +79,8 @@ def fetch(core: Core, lease: int, stop: int, arrived: Arrived) -> Op[FetchResult
 def _follow(core: Core, grant: Grant, fetching: Fetching, lease: int, arrived: Arrived) -> Op[str]:
     """From the question to the end of the fetch; why it brought less than was asked for."""
     link, asked, now = grant.attachment.link, fetching.stop, core.setup.clock.now
-    deadline = now() + core.setup.limits.fetch_s
+    began_s = now()
+    deadline = began_s + core.setup.limits.fetch_s
     message = Fetch(grant.daemon_id, arrived.reached, asked)
     first = yield from ask(core, link, message, Fetched, core.call_deadline())
     fetching.begun = True
@@ -93,8 +100,19 @@ def _follow(core: Core, grant: Grant, fetching: Fetching, lease: int, arrived: A
             return "the lease ended"
         if now() >= deadline:
             return "the fetch did not end in time"
-        look_again = min(deadline, now() + _LOOK_S)
+        if now() >= (lags_s := _lags_s(grant.plan, grant.at_s, began_s, arrived.reached)):
+            return "it lagged, and the daemon said nothing"
+        look_again = min(deadline, lags_s, now() + _LOOK_S)
         yield Hear(link, lambda: bool(fetching.news or arrived.unwanted), look_again)
+
+
+def _lags_s(plan: FetchPlan | None, at_s: float, began_s: float, reached: int) -> float:
+    """When the lag rule fires if no more comes and the daemon says nothing; every block has the same share."""
+    if plan is None or not plan.load_s < plan.recompute_s or not plan.load_start <= reached < plan.load_stop:
+        return math.inf
+    share = (reached - plan.load_start) / (plan.load_stop - plan.load_start)
+    due_s = LagRule(plan.recompute_s, plan.load_s).due_s(share)
+    return max(began_s, at_s + plan.lag_from_s) + due_s + _SILENT_S
 
 
 def _take(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,10 @@ from kvstore.client.core import TIERS, Attachment, Core, Grant, ask, u32_bytes
 from kvstore.client.effects import Op
 from kvstore.client.writing import demote
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded
+from kvstore.intent import Intent
 from kvstore.keys import KeyChain, probe_positions
-from kvstore.rpc.messages import Done, Extend, Found, Lookup, Release, Released, Report
-from kvstore.types import Busy, FetchPlan, Hit, LookupResult, Miss, Span, Tier
+from kvstore.rpc.messages import NO_INTENT, Done, Extend, Found, Lookup, Release, Released, Report
+from kvstore.types import Busy, Choice, FetchPlan, Hit, LookupResult, Miss, Span, Tier
 
 __all__ = ["lookup", "release", "report"]
 
@@ -25,9 +27,10 @@ _TRIPS_MAX = 3
 _REPORT_MAX = 64
 # Where blocks can be copied from, or are already.
 _HERE = (Tier.GPU, Tier.HOST)
+_CHOICES = frozenset(choice.value for choice in Choice)
 
 
-def lookup(core: Core, chain: KeyChain, blocks: int | None) -> Op[LookupResult]:
+def lookup(core: Core, chain: KeyChain, blocks: int | None, intent: Intent | None = None) -> Op[LookupResult]:
     """How much of the first `blocks` of `chain` is known? One trip, two if the answer leaves a gap."""
     n = len(chain) if blocks is None else blocks
     if not 0 <= n <= len(chain):
@@ -38,12 +41,12 @@ def lookup(core: Core, chain: KeyChain, blocks: int | None) -> Op[LookupResult]:
         return _miss(core, "detached", "no daemon is attached")
     if n == 0:
         return _miss(core, "unknown", "the chain has no full block")
-    deadline = core.call_deadline()
+    deadline, asked_s = core.call_deadline(), core.setup.clock.now()
     lease = 0
     try:
         trip = _Trip(0, n, n, probe_positions(n))
         for _ in range(_TRIPS_MAX):
-            found = yield from _ask(core, attachment, chain, trip, deadline)
+            found = yield from _ask(core, attachment, chain, trip, intent, deadline)
             lease = found.lease
             # What an earlier trip found unknown stays unknown: the gap only shrinks.
             gap_stop = min(found.gap_stop, trip.gap_stop)
@@ -61,8 +64,8 @@ def lookup(core: Core, chain: KeyChain, blocks: int | None) -> Op[LookupResult]:
             return _miss(core, "digest", "the daemon walked another chain than ours")
         if not found.blocks:
             yield from _give_back(core, attachment, lease, deadline)
-            return _miss(core, "unknown", found.reason)
-        hit = _hit(core, attachment, chain, found)
+            return _miss(core, "unknown", found.reason, found.plan)
+        hit = _hit(core, attachment, chain, found, asked_s)
         core.counters.hits += 1
         return hit
     except LimitExceeded as error:
@@ -84,7 +87,14 @@ class _Trip:
     positions: U32
 
 
-def _ask(core: Core, attachment: Attachment, chain: KeyChain, trip: _Trip, deadline: float) -> Op[Found]:
+def _ask(
+    core: Core,
+    attachment: Attachment,
+    chain: KeyChain,
+    trip: _Trip,
+    intent: Intent | None,
+    deadline: float,
+) -> Op[Found]:
     """The keys of the first trip, or those of the gap that the one before left."""
     n, positions = trip.blocks, trip.positions
     if positions.size > attachment.keys_max:
@@ -92,7 +102,8 @@ def _ask(core: Core, attachment: Attachment, chain: KeyChain, trip: _Trip, deadl
         positions = positions[np.linspace(0, positions.size - 1, attachment.keys_max).astype(np.intp)]
     sent = chain.keys[:n] if positions.size == n else chain.keys.take(positions, 0)
     numbers, keys = u32_bytes(positions), sent.tobytes()
-    message = Extend(trip.lease, numbers, keys) if trip.lease else Lookup(chain.root, n, numbers, keys)
+    row = astuple(intent) if intent is not None else NO_INTENT
+    message = Extend(trip.lease, numbers, keys) if trip.lease else Lookup(chain.root, n, numbers, keys, row)
     found = yield from ask(core, attachment.link, message, Found, deadline)
     load_start, load_stop = found.load
     if not 0 <= found.blocks <= found.known <= found.gap_stop <= n:
@@ -104,7 +115,7 @@ def _ask(core: Core, attachment: Attachment, chain: KeyChain, trip: _Trip, deadl
     return found
 
 
-def _hit(core: Core, attachment: Attachment, chain: KeyChain, found: Found) -> Hit:
+def _hit(core: Core, attachment: Attachment, chain: KeyChain, found: Found, asked_s: float) -> Hit:
     start, stop = found.load
     spans = []
     for tier, span_start, span_stop in found.spans:
@@ -114,15 +125,19 @@ def _hit(core: Core, attachment: Attachment, chain: KeyChain, found: Found) -> H
     below = [span.start for span in spans if span.tier not in _HERE and start < span.stop > span.start < stop]
     ready = max(start, min(below, default=stop))
     slots = core.slots_of(attachment, found.runs, ready - start)
-    lease = core.grant(Grant(found.lease, attachment, chain, start, found.blocks))
-    plan = FetchPlan(start, stop, tuple(spans), found.reason)
+    if found.choice not in _CHOICES or not all(0.0 <= seconds < math.inf for seconds in found.lag):
+        raise core.broken(attachment.link, f"Found.choice {found.choice!r:.20} or Found.lag {found.lag}")
+    plan = FetchPlan(
+        start, stop, tuple(spans), found.reason, Choice(found.choice), max(0, found.plan), *found.lag
+    )
+    lease = core.grant(Grant(found.lease, attachment, chain, start, found.blocks, plan=plan, at_s=asked_s))
     return Hit(lease, found.blocks, found.device, plan, slots)
 
 
-def _miss(core: Core, cause: str, reason: str) -> Miss:
+def _miss(core: Core, cause: str, reason: str, plan: int = 0) -> Miss:
     misses = core.counters.misses
     misses[cause] = misses.get(cause, 0) + 1
-    return Miss(reason)
+    return Miss(reason, max(0, plan))
 
 
 def _give_back(core: Core, attachment: Attachment, daemon_id: int, deadline: float) -> Op[None]:

@@ -22,6 +22,7 @@ from kvstore.client.link import ThreadLink
 from kvstore.client.threads import Fetch, Load, Save, Threads
 from kvstore.client.upkeep import upkeep
 from kvstore.client.values import Reservation, Table
+from kvstore.intent import Intent
 from kvstore.keys import KeyChain
 from kvstore.rpc.messages import Check, Status
 from kvstore.types import Busy, Hit, LookupResult
@@ -101,12 +102,15 @@ class Client(Face):
 
     # ---- reading ---------------------------------------------------------------------------------------
 
-    def lookup(self, chain: KeyChain, blocks: int | None = None) -> LookupResult:
+    def lookup(
+        self, chain: KeyChain, blocks: int | None = None, intent: Intent | None = None
+    ) -> LookupResult:
         """How much of a chain may be reloaded, and from where. A `Hit` is a lease: `release` it.
 
         Args:
             chain: keys under one of our roots.
             blocks: use only the first so many (default: all).
+            intent: what the daemon should know of the request to plan it; None = nothing but its blocks.
 
         Cost: one round trip; beyond 1,024 blocks of about 2·√n keys, and a second one if the deepest known
             block lies between them.
@@ -114,7 +118,7 @@ class Client(Face):
         Raises:
             BadRequest: blocks is outside the chain.
         """
-        return self._run(reading.lookup(self._core, chain, blocks))
+        return self._run(reading.lookup(self._core, chain, blocks, intent))
 
     def load(self, hit: Hit, blocks: U32) -> Load:
         """Begin to copy a hit's load range into device blocks, in chain order, every block verified.

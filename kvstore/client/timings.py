@@ -29,7 +29,13 @@ class Outbox:
         self._prefills: deque[StepRow] = deque()
         self._decodes: deque[StepRow] = deque(maxlen=DECODES_MAX)
         self._copies: dict[str, tuple[int, int, float]] = {}
+        self._plans: deque[tuple[int, float]] = deque(maxlen=TIMINGS_MAX)
         self._lost = 0
+
+    def note_plan(self, plan: int, seconds: float) -> None:
+        """A plan was carried out."""
+        with self._lock:
+            self._plans.append((plan, seconds))
 
     def note_request(self, tenant: str, ttft_s: float, prompt_tokens: int, reused_tokens: int) -> None:
         """A request got its first token."""
@@ -59,7 +65,8 @@ class Outbox:
     def take(self) -> Timings | None:
         """The next message, None when there is nothing to tell. What it holds is forgotten here."""
         with self._lock:
-            if not (self._requests or self._prefills or self._decodes or self._copies or self._lost):
+            waiting = (self._requests, self._prefills, self._decodes, self._copies, self._plans)
+            if not (any(waiting) or self._lost):
                 return None
             requests = list(islice(self._requests, TIMINGS_MAX))
             prefills = list(islice(self._prefills, TIMINGS_MAX - len(self._decodes)))
@@ -70,9 +77,11 @@ class Outbox:
             for _ in prefills:
                 self._prefills.popleft()
             copies, self._copies = self._copies, {}
+            plans = list(self._plans)
+            self._plans.clear()
             lost, self._lost = self._lost, 0
         transfers = [(kind, *sums) for kind, sums in sorted(copies.items())]
-        return Timings(requests, steps, transfers, lost)
+        return Timings(requests, steps, transfers, lost, plans)
 
     def lose(self, message: Timings) -> None:
         """A message did not arrive, as far as is known: it is counted, not sent twice."""

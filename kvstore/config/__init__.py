@@ -27,6 +27,7 @@ from kvstore.config.tables import (
     IndexConfig,
     MetricsConfig,
     NvmeConfig,
+    PlanConfig,
     Table,
     TenantConfig,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "MetricsConfig",
     "NvmeConfig",
     "Origin",
+    "PlanConfig",
     "Salts",
     "TenantConfig",
 ]
@@ -69,6 +71,7 @@ class Config(Table, frozen=True, dict=True):
     metrics: MetricsConfig = MetricsConfig()
     grpc: GrpcConfig = GrpcConfig()
     nvme: NvmeConfig = NvmeConfig()
+    plan: PlanConfig = PlanConfig()
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
 
     @staticmethod
@@ -147,6 +150,7 @@ def _tables() -> dict[str, type[msgspec.Struct]]:
         "metrics": MetricsConfig,
         "grpc": GrpcConfig,
         "nvme": NvmeConfig,
+        "plan": PlanConfig,
         "tenants": TenantConfig,
     }
 
@@ -168,6 +172,7 @@ def _checked(config: Config) -> Config:
     if config.daemon.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError("daemon.log_level: need debug, info, warning or error")
     config.metrics.check()
+    config.plan.check()
     _check_tenants(config.tenants)
     config.nvme.check(config.groups())
     return config

@@ -19,6 +19,7 @@ __all__ = [
     "IndexConfig",
     "MetricsConfig",
     "NvmeConfig",
+    "PlanConfig",
     "Table",
     "TenantConfig",
 ]
@@ -251,6 +252,22 @@ class NvmeConfig(Table, frozen=True):
                 raise ConfigError(
                     f"tenants.group: {group!r} cannot be a directory in nvme.directory; choose another name"
                 )
+
+
+class PlanConfig(Table, frozen=True):
+    """[plan]
+
+    Attributes:
+        mode: decide = compare loading with computing for every request; load = load all that is known,
+            however slow; recompute = load nothing from below the device. The latter two are for experiments.
+    """
+
+    mode: str = "decide"
+
+    def check(self) -> None:
+        """Raises ConfigError for a mode that there is not."""
+        if self.mode not in ("decide", "load", "recompute"):
+            raise ConfigError(f"plan.mode: need decide, load or recompute, got {self.mode!r:.40}")
 
 
 class TenantConfig(Table, frozen=True):

@@ -30,7 +30,7 @@ from kvstore.policy.lag import LAG_SHARE, LagRule
 from kvstore.policy.ways import Prefill, ReloadQuestion, Terms, Way
 from kvstore.types import Choice, FetchPlan, Span, Tier
 
-__all__ = ["BLIND_S", "Choice", "Decision", "Prefill", "ReloadQuestion", "Way", "decide", "plan"]
+__all__ = ["BLIND_S", "Choice", "Decision", "Prefill", "ReloadQuestion", "Way", "decide", "fixed", "plan"]
 
 _UNDECIDED = "loads every known block: this version does not compare with recompute yet"
 # As long as nothing is known of computing, so much may be spent on loading what could perhaps be computed
@@ -80,8 +80,8 @@ class Decision:
         lag_from_s: seconds from now until the lag rule's clock starts: until then the engine is busy
             otherwise, or with the head of a split.
         load_s: W of the lag rule, seconds from then until everything is loaded.
-        recompute_s: R of the lag rule, seconds from then to compute what is to be loaded; 0 = nothing is,
-            BLIND_S = not known (then what arrived has the share that its blocks have).
+        recompute_s: R of the lag rule, seconds from then to compute what is to be loaded; 0 = nothing is.
+            Not known: as much as lets a load lag by BLIND_S (and every block has the same share of it).
         reason: one sentence.
     """
 
@@ -94,10 +94,6 @@ class Decision:
     load_s: float
     recompute_s: float
     reason: str
-
-    def plan(self) -> FetchPlan:
-        """The same for callers that only load."""
-        return FetchPlan(self.load_start, self.load_stop, self.spans, self.reason, self.choice)
 
     def lag_rule(self, late_s: float = 0.0) -> LagRule | None:
         """The rule for this load; None: nothing is loaded. `late_s`: see there."""
@@ -152,6 +148,33 @@ def decide(question: ReloadQuestion) -> Decision:
         why += f" and computes {question.device} to {best.start} meanwhile"
     why += f": {_compared(best.choice, predicted)}"
     return _loaded(best, spans, predicted, why + terms.doubt)
+
+
+def fixed(question: ReloadQuestion, choice: Choice) -> Decision:
+    """What is done where nobody compares, with what `decide` predicts: load all that is known, or nothing.
+
+    No lag rule holds, and nobody is doubted.
+
+    Raises:
+        ValueError: to split is no fixed choice.
+    """
+    if choice is Choice.SPLIT:
+        raise ValueError("choice: a split needs a comparison")
+    device = question.device
+    stop = question.ways[-1].span.stop if question.ways and choice is Choice.LOAD else device
+    made = Choice.LOAD if stop > device else Choice.RECOMPUTE
+    why = "every known block is loaded" if choice is Choice.LOAD else "nothing is loaded"
+    return Decision(
+        made,
+        device,
+        stop,
+        _spans(question, device, stop),
+        decide(question).predicted_s,
+        0.0,
+        0.0,
+        0.0,
+        f"plan.mode = {choice}: {why}, whatever it takes",
+    )
 
 
 def _loads(terms: Terms, all_s: float) -> list[_Option]:
@@ -260,7 +283,7 @@ def _blind(terms: Terms) -> Decision:
     why = (
         f"loads blocks {start} to {stop} from {_tiers(spans)} in {_text(load_s)}: no step was seen to compare"
     )
-    option = _Option(Choice.LOAD, start, stop, load_s, 0.0, load_s, BLIND_S)
+    option = _Option(Choice.LOAD, start, stop, load_s, 0.0, load_s, BLIND_S / LAG_SHARE)
     return _loaded(option, spans, nothing, why + terms.doubt)
 
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from kvstore import _native
 from kvstore.block_tables import Demotion
 from kvstore.callers import Caller
-from kvstore.decisions import of_group
 from kvstore.errors import STATUS, BadRequest, KVStoreError
 from kvstore.explaining import Memory, explain
 from kvstore.group import Group
@@ -48,6 +47,9 @@ def found(match: Match) -> m.Found:
         match.runs,
         [(span.tier.value, span.start, span.stop) for span in plan.spans],
         plan.reason,
+        plan=plan.id,
+        choice=plan.choice.value,
+        lag=(plan.lag_from_s, plan.load_s, plan.recompute_s),
     )
 
 
@@ -59,7 +61,7 @@ def explained(store: Store, caller: Caller | None, request: str) -> m.Explained:
     """
     groups = store.groups if caller is None else {caller.group.name: caller.group}
     tenants = None if caller is None else frozenset(caller.tenants)
-    memories = {name: Memory(of_group(group), _doubted(group)) for name, group in groups.items()}
+    memories = {name: Memory(group.decisions, _doubted(group)) for name, group in groups.items()}
     return m.Explained(json.dumps(explain(memories, request, store.clock.now(), tenants).facts))
 
 

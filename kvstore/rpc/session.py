@@ -22,6 +22,7 @@ from kvstore.checks import Checks
 from kvstore.disks import FlushReport, flush
 from kvstore.errors import BadRequest, KVStoreError, LayoutRefused, Refused
 from kvstore.fetching import Fetching
+from kvstore.intent import Intent
 from kvstore.rpc import messages as m
 from kvstore.rpc.attach import Proof, caller_of, check_hello
 from kvstore.rpc.connection import Connection, framed
@@ -235,7 +236,8 @@ class Session:
 
     def _lookup(self, caller: Caller, body: m.Lookup) -> m.Found:
         positions, keys = as_numbers(body.positions, "positions"), as_keys(body.keys)
-        return found(self.store.lookup(caller, body.root, body.blocks, positions, keys))
+        intent = Intent(*body.intent)
+        return found(self.store.lookup(caller, body.root, body.blocks, positions, keys, intent))
 
     def _extend(self, caller: Caller, body: m.Extend) -> m.Found:
         positions, keys = as_numbers(body.positions, "positions"), as_keys(body.keys)

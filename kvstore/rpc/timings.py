@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvstore.callers import Caller
+from kvstore.decisions import Outcome
 from kvstore.errors import BadRequest
 from kvstore.meters import Meters
 from kvstore.policy.prefill import Step
-from kvstore.pricing import Pricing
+from kvstore.pricing import Pricing, Source, Transfer
 from kvstore.rpc.messages import TIMINGS_MAX, Timings
+from kvstore.types import Tier
 
 __all__ = ["record"]
 
@@ -17,9 +19,12 @@ __all__ = ["record"]
 SECONDS_MAX = 7 * 86_400.0
 TOKENS_MAX = 1 << 31
 BYTES_MAX = 1 << 50
+PLANS_MAX = 1 << 62
 CLIENT_KINDS = frozenset({"load", "store", "demote"})
 # Steps learnt from in one slice: each of the first few renews the fit, at 0.5 ms.
 STEPS_SLICE = 8
+# A copy within one machine: beyond it that was stopped.
+LOAD_S_MAX = 1e6
 
 
 def record(caller: Caller, said: Timings) -> None:
@@ -42,6 +47,11 @@ def record(caller: Caller, said: Timings) -> None:
         caller.group.later(_learn(caller.group.pricing, caller.engine.namespace.digest.hex(), steps))
     for kind, copies, size_bytes, seconds in said.transfers:
         meters.observe_transfer(kind, copies, size_bytes, seconds)
+        if kind == "load" and copies and size_bytes >= copies:
+            each = Transfer(size_bytes // copies, 0, min(seconds / copies, LOAD_S_MAX))
+            caller.group.pricing.observe_transfer(Source(Tier.HOST), each)
+    for plan, seconds in said.plans:
+        caller.group.decisions.ended(plan, Outcome(seconds))
     meters.lost_timings += said.lost
 
 
@@ -53,7 +63,7 @@ def _learn(pricing: Pricing, namespace: str, steps: Sequence[Step]) -> Iterator[
 
 
 def _check(caller: Caller, said: Timings) -> list[Step]:
-    for field, entries in (("requests", said.requests), ("steps", said.steps)):
+    for field, entries in (("requests", said.requests), ("steps", said.steps), ("plans", said.plans)):
         if len(entries) > TIMINGS_MAX:
             raise BadRequest(f"timings.{field}: at most {TIMINGS_MAX} at once, got {len(entries)}")
     if len(said.transfers) > len(CLIENT_KINDS):
@@ -72,6 +82,9 @@ def _check(caller: Caller, said: Timings) -> list[Step]:
         _seconds("transfers", seconds)
         _count("transfers", copies, TOKENS_MAX)
         _count("transfers", size_bytes, BYTES_MAX)
+    for plan, seconds in said.plans:
+        _count("plans", plan, PLANS_MAX)
+        _seconds("plans", seconds)
     _count("lost", said.lost, TOKENS_MAX)
     try:
         return [Step(*row) for row in said.steps]

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +31,7 @@ from kvstore.tiers.alarms import Alarms
 from kvstore.tiers.disk_offers import Chain, Offers
 from kvstore.tiers.disk_writes import DiskWrites, Flushed, Lost
 from kvstore.tiers.host import HostTier
+from kvstore.tiers.nvme_counters import NvmeCounters
 from kvstore.tiers.promotion import Promotion
 from kvstore.tiers.promotions import Promotions
 from kvstore.types import Tier
@@ -52,26 +51,6 @@ _GROW_S = 60.0
 # What was refused is offered again when it is hit, but no more often: that walks the chain, 0.1 ms a thousand
 # blocks, on the path of a lookup.
 _REOFFER_S = 0.02
-
-
-@dataclass(slots=True)
-class NvmeCounters:
-    """Totals since start, in blocks unless the name says otherwise."""
-
-    written: int = 0
-    written_bytes: int = 0
-    write_failed: int = 0
-    read: int = 0
-    read_bytes: int = 0
-    read_failed: int = 0
-    corrupt: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def report(self) -> dict[str, object]:
-        """JSON-ready; `dataclasses.asdict` would count a Counter's items."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        return {**plain, "errors": dict(self.errors), "dropped": dict(self.dropped)}
 
 
 class NvmeTier:
@@ -213,9 +192,10 @@ class NvmeTier:
         """(n, 32) keys that came to HOST from here since the last call and are there now."""
         return self._promotions.take_promoted()
 
-    def observe(self, on_transfer: Callable[[Transfer], None]) -> None:
-        """From now on tell of each promotion, when it ends, what it teaches of this disk's speed."""
-        self._promotions.on_transfer = on_transfer
+    def observe(self, on_transfer: Callable[[Transfer], None], on_lag: Callable[[str], None]) -> None:
+        """From now on tell of each promotion, when it ends, what it teaches of this disk's speed; and why one
+        was abandoned."""
+        self._promotions.on_transfer, self._promotions.on_lag = on_transfer, on_lag
 
     def ahead_bytes(self, size_bytes: int) -> int:
         """What a promotion of that size would share the disk with, as `Transfer.ahead_bytes` counts it."""

@@ -68,6 +68,8 @@ class Promotions:
         self._freed = False
         self.on_transfer: Callable[[Transfer], None] = _nothing_learnt
         """Called once for each promotion that read something, before its end is told to anybody."""
+        self.on_lag: Callable[[str], None] = _nothing_learnt
+        """Called with the reason when a promotion is abandoned, whether it read something or not."""
         self.on_due: Callable[[], None] = _nothing
         """Called when what was held back has arrived: it has to come to `go_on`."""
 
@@ -149,6 +151,7 @@ class Promotions:
         if promotion.abandoned and not promotion.measured.over:
             blocks, now_s = promotion.measured.blocks + left, self._clock.now()
             self._learn(promotion.measured.gave_up(blocks, self._brought_bytes, now_s))
+            self.on_lag(reason)
         self._cancel_unwanted()
         self._settle(promotion)
         self._tell(promotion)
@@ -380,5 +383,5 @@ def _nothing() -> None:
     """Nobody holds anything back."""
 
 
-def _nothing_learnt(_: Transfer) -> None:
+def _nothing_learnt(_: object) -> None:
     """Nobody learns."""

@@ -19,7 +19,7 @@ from kvstore.rpc import messages as m
 REMEMBERS = """
 import sys
 from kvstore import store
-from kvstore.decisions import Asked, Outcome, TrustChange, of_group
+from kvstore.decisions import Asked, Outcome, TrustChange
 from kvstore.policy.reload import ReloadQuestion, Way, decide
 from kvstore.types import Span, Tier
 
@@ -29,7 +29,7 @@ def open_and_plan(self, *rest, **keywords):
     opened(self, *rest, **keywords)
     way = Way(Span(Tier.NVME, 0, 96), 0.001, 1e9)
     question = ReloadQuestion(1600, 16, 1 << 20, 0, (way,), lambda start, stop: (stop - start) / 1000)
-    memory, now_s = of_group(self.groups["team"]), self.clock.now()
+    memory, now_s = self.groups["team"].decisions, self.clock.now()
     one = Asked(now_s - 1e-3, 12, "a", "SmolLM2", 1600, ((Tier.NVME, 96),), "cmpl-7")
     plan = memory.planned(one, decide(question))
     memory.ended(plan, Outcome(1.84, 3, 0.26))

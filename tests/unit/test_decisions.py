@@ -19,11 +19,9 @@ from kvstore.decisions import (
     Decisions,
     Outcome,
     TrustChange,
-    of_group,
 )
 from kvstore.meters import Histogram
 from kvstore.policy.reload import Choice
-from kvstore.testing import StoreDriver
 
 
 def bucket(histogram: Histogram) -> list[float]:
@@ -181,11 +179,3 @@ def test_memory_stays_within_what_is_stated() -> None:
 def test_bounds_ascend() -> None:
     for bounds in (REGRET_BOUNDS_S, ERROR_BOUNDS):
         assert list(bounds) == sorted(set(bounds))
-
-
-def test_every_trust_group_has_a_memory_of_its_own() -> None:
-    with StoreDriver() as driver:
-        group = driver.group()
-        memory = of_group(group)
-        assert of_group(group) is memory
-        assert of_group(driver) is not memory

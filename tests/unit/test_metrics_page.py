@@ -12,7 +12,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.config import TenantConfig
-from kvstore.decisions import Outcome, of_group
+from kvstore.decisions import Outcome
 from kvstore.log_limit import LogLimit
 from kvstore.meters import TENANTS_MAX
 from kvstore.policy.reload import Choice
@@ -137,7 +137,7 @@ def test_what_leaves_is_counted_by_tier_and_reason(driver: StoreDriver, collecto
 
 
 def test_plans_are_counted_by_choice_and_judged(driver: StoreDriver, collector: StoreCollector) -> None:
-    memory = of_group(driver.group())
+    memory = driver.group().decisions
     plans = [memory.planned(asked(), loaded(load_s=0.5, recompute_s=1.0)) for _ in range(3)]
     memory.planned(asked(), computed())
     for plan, seconds in zip(plans, (0.5, 3.0), strict=False):  # of the third nobody tells

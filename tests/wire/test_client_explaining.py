@@ -6,7 +6,7 @@ from client_daemon import ScriptedDaemon, failed
 from client_kit import Maker
 from client_running import Running
 
-from kvstore.decisions import Asked, Outcome, of_group
+from kvstore.decisions import Asked, Outcome
 from kvstore.errors import NotFound
 from kvstore.policy.reload import ReloadQuestion, decide
 from kvstore.rpc import messages as m
@@ -18,7 +18,7 @@ def remember(running: Running, request: str, tenant: str = "default") -> None:
         group = running.group()
         decision = decide(ReloadQuestion(40, 4, 256, 10, (), lambda start, stop: 0.01 * (stop - start)))
         asked = Asked(group.clock.now(), 3, tenant, "model", 40, ((Tier.GPU, 10),), request)
-        of_group(group).ended(of_group(group).planned(asked, decision), Outcome(0.0))
+        group.decisions.ended(group.decisions.planned(asked, decision), Outcome(0.0))
 
     running.call(plan)
 

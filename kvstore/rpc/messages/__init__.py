@@ -1,4 +1,4 @@
-"""Every message of the session protocol (version 1).
+"""Every message of the session protocol.
 
 A frame is `u32le length ‖ msgpack [id, message]`; a message is an array whose first element is its tag. A
 reply carries the id of its request; id 0 is a notice that nobody asked for. Arrays of numbers travel as
@@ -33,12 +33,14 @@ from kvstore.rpc.messages.attach import (
     pattern,
 )
 from kvstore.rpc.messages.blocks import (
+    NO_INTENT,
     Abort,
     Demote,
     Extend,
     Fetch,
     Fetched,
     Found,
+    IntentRow,
     Lookup,
     Progress,
     Publish,
@@ -74,6 +76,7 @@ from kvstore.rpc.messages.timings import TIMINGS_MAX, StepRow, Timings
 
 __all__ = [
     "FRAME_BYTES_MAX",
+    "NO_INTENT",
     "NUMBERS_MAX",
     "PROTOCOL_VERSION",
     "TIMINGS_MAX",
@@ -98,6 +101,7 @@ __all__ = [
     "Flushed",
     "Found",
     "Heartbeat",
+    "IntentRow",
     "Layout",
     "Lookup",
     "Notice",
@@ -130,7 +134,7 @@ __all__ = [
     "pattern",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 # The largest honest frame is a Reserve of 8,192 keys (256 KiB); four times that leaves room to grow.
 FRAME_BYTES_MAX = 1 << 20
 # Positions, tables: the table of a 1 M-token sequence at 16 tokens a block is 65,536 long.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from kvstore.rpc.messages.base import Message
 
 __all__ = [
+    "NO_INTENT",
     "Abort",
     "Demote",
     "Extend",
     "Fetch",
     "Fetched",
     "Found",
+    "IntentRow",
     "Lookup",
     "Progress",
     "Publish",
@@ -22,6 +24,9 @@ __all__ = [
     "Reserved",
 ]
 
+IntentRow = tuple[int, str, float, bool, int, int, int]
+NO_INTENT: IntentRow = (0, "", 0.0, False, 0, 0, 0)
+
 
 class Lookup(Message, tag="lookup", frozen=True):
     """How much of this chain is known? Reply: Found.
@@ -31,12 +36,14 @@ class Lookup(Message, tag="lookup", frozen=True):
         blocks: length n of the chain that may be reused.
         positions: u32 ascending positions in [0, n) of the keys sent.
         keys: 32 bytes each.
+        intent: of the request, for its plan: the fields of `kvstore.intent.Intent`, in their order.
     """
 
     root: bytes
     blocks: int
     positions: bytes
     keys: bytes
+    intent: IntentRow = NO_INTENT
 
 
 class Extend(Message, tag="extend", frozen=True):
@@ -65,6 +72,9 @@ class Found(Message, tag="found", frozen=True):
         spans: [tier, start, stop] each, ascending.
         reason: why the plan is what it is, one sentence.
         busy: nothing can be granted now, for this reason.
+        plan: its id, to tell what came of it (`Timings.plans`); 0 = none was made (yet).
+        choice: recompute, load or split.
+        lag: of the lag rule, in seconds: `FetchPlan.lag_from_s`, `load_s`, `recompute_s`.
     """
 
     lease: int
@@ -78,6 +88,9 @@ class Found(Message, tag="found", frozen=True):
     spans: list[tuple[str, int, int]]
     reason: str
     busy: str = ""
+    plan: int = 0
+    choice: str = "load"
+    lag: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class Fetch(Message, tag="fetch", frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvstore.rpc.messages.base import Message
 
 __all__ = ["TIMINGS_MAX", "StepRow", "Timings"]
@@ -22,9 +24,11 @@ class Timings(Message, tag="timings", frozen=True):
         steps: of the engine, a row each; those that only decode tell what load costs.
         transfers: [kind, copies, bytes, seconds] summed by kind: load, store or demote.
         lost: timings that this process had to throw away.
+        plans: [id, seconds] of plans that were carried out, until the prompt's KV was complete.
     """
 
     requests: list[tuple[str, float, int, int]]
     steps: list[StepRow]
     transfers: list[tuple[str, int, int, float]]
     lost: int = 0
+    plans: list[tuple[int, float]] = msgspec.field(default_factory=list)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvstore.decisions import ERROR_BOUNDS, REGRET_BOUNDS_S, Decisions, of_group
+from kvstore.decisions import ERROR_BOUNDS, REGRET_BOUNDS_S, Decisions
 from kvstore.meters import Histogram
 from kvstore.policy.reload import Choice
 from kvstore.rpc.metrics.families import Metric, Row, Sources
@@ -28,14 +28,14 @@ class PlanHistogram:
 
     def parts(self, sources: Sources) -> Iterator[tuple[Choice, list[Histogram]]]:
         """Each choice, with what its groups have."""
-        memories = [of_group(group) for group in sources.store.groups.values()]
+        memories = [group.decisions for group in sources.store.groups.values()]
         for choice in Choice:
             yield choice, [self.read(memory)[choice] for memory in memories]
 
 
 def _plans(sources: Sources) -> Iterator[Row]:
     for name, group in sources.store.groups.items():
-        for choice, count in of_group(group).plans.items():
+        for choice, count in group.decisions.plans.items():
             yield Row((name, choice.value), count)
 
 

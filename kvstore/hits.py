@@ -1,0 +1,35 @@
+"""What a lease has brought its request, counted when it is released."""
+
+from __future__ import annotations
+
+from kvstore.callers import Counters
+from kvstore.decisions import Decisions, Outcome
+from kvstore.leases import Lease
+from kvstore.meters import Meters
+from kvstore.types import Tier
+
+__all__ = ["count"]
+
+
+def count(lease: Lease, block_bytes: int, counters: Counters, meters: Meters, decisions: Decisions) -> None:
+    """Blocks by the tier that they came from, and what became of the load that was planned.
+
+    Args:
+        block_bytes: of one block that was copied; 0 = nobody knows any more.
+    """
+    planned, host = lease.planned, lease.host
+    if planned is not None:  # what was there and computed all the same is no hit
+        host = min(host, max(planned.decision.load_stop, lease.device))
+    loaded = max(0, host - lease.device)
+    brought = max(0, min(lease.brought[1], host) - max(lease.brought[0], lease.device))
+    blocks = {Tier.GPU: lease.device, Tier.HOST: loaded - brought, Tier.NVME: brought}
+    if lease.tenant:
+        meters.count_hit(lease.tenant, {t: n * lease.block_tokens for t, n in blocks.items()})
+    for tier, number in blocks.items():
+        counters.hit_blocks_by_tier[tier] += number
+    counters.loaded_bytes += loaded * block_bytes
+    counters.hit_blocks += max(lease.device, host)
+    if planned is not None:
+        start, stop = planned.decision.load_start, planned.decision.load_stop
+        came = max(0, min(stop, host) - start)
+        decisions.ended(planned.id, Outcome(None, came, lease.lagged_s, lease.short))
