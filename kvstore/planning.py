@@ -14,16 +14,17 @@ from dataclasses import dataclass
 
 from kvstore.callers import Caller
 from kvstore.decisions import Asked
+from kvstore.group import Group
 from kvstore.intent import Intent
 from kvstore.policy.planned import Planned
 from kvstore.policy.prefill import Load, PrefillCurve
-from kvstore.policy.reload import decide, fixed
+from kvstore.policy.reload import Decision, decide, fixed
 from kvstore.policy.ways import Prefill, ReloadQuestion, Terms, Way
 from kvstore.pricing import Source
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.types import Choice, Span, Tier
+from kvstore.types import BlockLayout, Choice, Namespace, Span, Tier
 
-__all__ = ["Held", "plan", "question"]
+__all__ = ["Held", "decided", "plan", "question"]
 
 _HOST, _NVME = Source(Tier.HOST), Source(Tier.NVME)
 _FIXED = {"load": Choice.LOAD, "recompute": Choice.RECOMPUTE}
@@ -67,9 +68,8 @@ def plan(caller: Caller, intent: Intent, blocks: int, held: Held, lease: int, te
         tenant: whose request it is.
     """
     group = caller.group
-    asked = question(caller, intent, blocks, held)
-    mode = _FIXED.get(group.config.plan.mode)
-    decision = decide(asked) if mode is None else fixed(asked, mode)
+    asked = question(group, caller.engine.namespace, caller.layout, intent, blocks, held)
+    decision = decided(group, asked)
     at_s = group.clock.now()
     entry = Asked(
         at_s,
@@ -80,27 +80,36 @@ def plan(caller: Caller, intent: Intent, blocks: int, held: Held, lease: int, te
         held.by_tier(),
         intent.request,
     )
-    terms = Terms(asked) if mode is None and decision.load_stop > decision.load_start else None
+    compared = group.config.plan.mode not in _FIXED
+    terms = Terms(asked) if compared and decision.load_stop > decision.load_start else None
     return Planned(group.decisions.planned(entry, decision), at_s, decision, terms)
 
 
-def question(caller: Caller, intent: Intent, blocks: int, held: Held) -> ReloadQuestion:
+def decided(group: Group, asked: ReloadQuestion) -> Decision:
+    """What the policy answers in the group's mode."""
+    mode = _FIXED.get(group.config.plan.mode)
+    return decide(asked) if mode is None else fixed(asked, mode)
+
+
+def question(
+    group: Group, namespace: Namespace, layout: BlockLayout, intent: Intent, blocks: int, held: Held
+) -> ReloadQuestion:
     """What the policy is asked about a match: see `plan`."""
-    size_tokens, size_bytes = caller.layout.block_tokens, caller.shape.length
+    size_tokens, size_bytes = layout.block_tokens, layout.block_bytes
     return ReloadQuestion(
         max(intent.prompt_tokens, size_tokens * max(blocks, held.above, held.disk)),
         size_tokens,
         size_bytes,
         held.device,
-        _ways(caller, held, size_bytes),
-        _prefill(caller, intent),
+        _ways(group, held, size_bytes),
+        _prefill(group, namespace, intent),
         intent.queued_s,
         intent.can_split,
     )
 
 
-def _ways(caller: Caller, held: Held, size_bytes: int) -> tuple[Way, ...]:
-    group, above = caller.group, held.above
+def _ways(group: Group, held: Held, size_bytes: int) -> tuple[Way, ...]:
+    above = held.above
     if max(held.host, held.disk) <= held.device:
         return ()
     rates, ways = group.pricing.rates, []
@@ -117,8 +126,8 @@ def _ways(caller: Caller, held: Held, size_bytes: int) -> tuple[Way, ...]:
     return tuple(ways)
 
 
-def _prefill(caller: Caller, intent: Intent) -> Prefill:
-    curve = caller.group.pricing.curves.of(caller.engine.namespace.digest.hex())
+def _prefill(group: Group, namespace: Namespace, intent: Intent) -> Prefill:
+    curve = group.pricing.curves.of(namespace.digest.hex())
     load = Load(intent.decodes, intent.decode_context, intent.chunk_tokens)
     return _unknown if curve is None else _Loaded(curve, load)
 

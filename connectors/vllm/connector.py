@@ -85,8 +85,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.is_kv_consumer,
                 transfer.is_kv_producer,
                 self._tally,
-                vllm_config.scheduler_config.max_num_batched_tokens,
             )
+            self._scheduler.chunk_tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._scheduler.steps.timed = vllm_config.parallel_config.pipeline_parallel_size == 1
             shape, scheduler = self._shape, self._scheduler
             self._start(

@@ -47,25 +47,18 @@ class Scheduler:
         banks: answers that end a save: KV groups × ranks.
         loads, saves: does this engine's kv_role include them?
         tally: counts.
-        chunk_tokens: most tokens of one step; 0 = not known.
     """
 
     def __init__(
-        self,
-        options: Options,
-        block_tokens: int,
-        banks: int,
-        loads: bool,
-        saves: bool,
-        tally: Tally,
-        chunk_tokens: int = 0,
+        self, options: Options, block_tokens: int, banks: int, loads: bool, saves: bool, tally: Tally
     ) -> None:
         self._options = options
         self._block_tokens = block_tokens
         self._tally = tally
         self._loads = loads
         self._may_save = saves
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = 0
+        """Most tokens of one step; 0 = not known."""
         self._courier = Courier(block_tokens, options.tenant, options.fetch_s)
         self._saves = Saves(self._courier, options.pins_share, banks, tally)
         self.steps = Steps(options.tenant)
@@ -154,7 +147,7 @@ class Scheduler:
             request.request_id,
             decodes=decodes,
             decode_context=context,
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=self.chunk_tokens,
         )
 
     def _take(self, tracked: Tracked, answer: Answer) -> None:

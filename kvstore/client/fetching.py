@@ -107,7 +107,7 @@ def _follow(core: Core, grant: Grant, fetching: Fetching, lease: int, arrived: A
 
 
 def _lags_s(plan: FetchPlan | None, at_s: float, began_s: float, reached: int) -> float:
-    """When the lag rule fires if no more comes and the daemon says nothing; every block has the same share."""
+    """When the lag rule fires if no more comes and nobody says so; every block has the same share of R."""
     if plan is None or not plan.load_s < plan.recompute_s or not plan.load_start <= reached < plan.load_stop:
         return math.inf
     share = (reached - plan.load_start) / (plan.load_stop - plan.load_start)

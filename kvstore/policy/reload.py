@@ -17,7 +17,7 @@ computed, which cannot lag. Whoever loads follows the lag rule (kvstore/policy/l
 which the engine could have begun; with R and W of `Decision` the whole takes at most 1.1 times recompute.
 A load that would fall under that rule although it comes as predicted is not begun.
 
-`plan` is the answer of a version that does not decide: everything that is known is loaded. `decide` compares.
+`decide` compares; `fixed` does what it is told, with the same predictions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from dataclasses import dataclass
 
 from kvstore.policy.lag import LAG_SHARE, LagRule
 from kvstore.policy.ways import Prefill, ReloadQuestion, Terms, Way
-from kvstore.types import Choice, FetchPlan, Span, Tier
+from kvstore.types import Choice, Span, Tier
 
-__all__ = ["BLIND_S", "Choice", "Decision", "Prefill", "ReloadQuestion", "Way", "decide", "fixed", "plan"]
+__all__ = ["BLIND_S", "Choice", "Decision", "Prefill", "ReloadQuestion", "Way", "decide", "fixed"]
 
-_UNDECIDED = "loads every known block: this version does not compare with recompute yet"
 # As long as nothing is known of computing, so much may be spent on loading what could perhaps be computed
 # faster: at 3 GB/s that is 24,000 tokens of an 8B model. One computed prompt ends this state.
 BLIND_S = 1.0
@@ -42,28 +41,6 @@ _WORTH = 0.95
 # Lengths of a load that are compared, beside those where its slope changes. Between two of those the seconds
 # are concave but for the engine's steps, so the best is at an end, or a step's overhead off.
 _LENGTHS = 8
-
-
-def plan(device: int, host: int, disk: int = 0) -> FetchPlan:
-    """Plan for a match by where its leading blocks are.
-
-    Args:
-        device: leading blocks in the engine's own pool.
-        host: leading blocks readable in the arena.
-        disk: leading blocks that are in the arena or on NVME.
-
-    Returns:
-        A plan that loads everything behind the device's blocks; its reason says that nothing was decided.
-    """
-    spans = []
-    if device:
-        spans.append(Span(Tier.GPU, 0, device))
-    if host > device:
-        spans.append(Span(Tier.HOST, device, host))
-    reached = max(device, host)
-    if disk > reached:
-        spans.append(Span(Tier.NVME, reached, disk))
-    return FetchPlan(device, max(reached, disk), tuple(spans), _UNDECIDED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,13 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_PEER: _ClassVar[Tier]
     TIER_REMOTE: _ClassVar[Tier]
 
+class Choice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHOICE_UNSPECIFIED: _ClassVar[Choice]
+    CHOICE_RECOMPUTE: _ClassVar[Choice]
+    CHOICE_LOAD: _ClassVar[Choice]
+    CHOICE_SPLIT: _ClassVar[Choice]
+
 class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     EVENT_KIND_UNSPECIFIED: _ClassVar[EventKind]
@@ -38,6 +45,10 @@ TIER_HOST: Tier
 TIER_NVME: Tier
 TIER_PEER: Tier
 TIER_REMOTE: Tier
+CHOICE_UNSPECIFIED: Choice
+CHOICE_RECOMPUTE: Choice
+CHOICE_LOAD: Choice
+CHOICE_SPLIT: Choice
 EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_STORED: EventKind
 EVENT_KIND_REMOVED: EventKind
@@ -133,22 +144,54 @@ class Span(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class LoadPlan(_message.Message):
-    __slots__ = ("load_start", "load_stop", "spans", "reason")
+    __slots__ = ("load_start", "load_stop", "spans", "reason", "choice", "predictions")
     LOAD_START_FIELD_NUMBER: _ClassVar[int]
     LOAD_STOP_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     load_start: int
     load_stop: int
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     reason: str
-    def __init__(self, load_start: _Optional[int] = ..., load_stop: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+    choice: Choice
+    predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
+    def __init__(self, load_start: _Optional[int] = ..., load_stop: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., reason: _Optional[str] = ..., choice: _Optional[_Union[Choice, str]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("choice", "seconds")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    choice: Choice
+    seconds: float
+    def __init__(self, choice: _Optional[_Union[Choice, str]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Intent(_message.Message):
+    __slots__ = ("prompt_tokens", "request", "queued_s", "can_split", "decodes", "decode_context", "chunk_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
+    CAN_SPLIT_FIELD_NUMBER: _ClassVar[int]
+    DECODES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    request: str
+    queued_s: float
+    can_split: bool
+    decodes: int
+    decode_context: int
+    chunk_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., request: _Optional[str] = ..., queued_s: _Optional[float] = ..., can_split: _Optional[bool] = ..., decodes: _Optional[int] = ..., decode_context: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("chain",)
+    __slots__ = ("chain", "intent")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    INTENT_FIELD_NUMBER: _ClassVar[int]
     chain: Chain
-    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ...) -> None: ...
+    intent: Intent
+    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ..., intent: _Optional[_Union[Intent, _Mapping]] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("epoch", "lease", "lease_s", "asked_blocks", "blocks", "block_bytes", "plan", "root")
@@ -171,10 +214,12 @@ class LookupResponse(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., lease: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., asked_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., plan: _Optional[_Union[LoadPlan, _Mapping]] = ..., root: _Optional[bytes] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
-    __slots__ = ("chain",)
+    __slots__ = ("chain", "intent")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    INTENT_FIELD_NUMBER: _ClassVar[int]
     chain: Chain
-    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ...) -> None: ...
+    intent: Intent
+    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ..., intent: _Optional[_Union[Intent, _Mapping]] = ...) -> None: ...
 
 class PlanResponse(_message.Message):
     __slots__ = ("epoch", "asked_blocks", "blocks", "block_bytes", "plan", "root")

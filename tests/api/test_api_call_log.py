@@ -56,9 +56,9 @@ async def test_a_call_that_holds_the_loop_is_told_and_counted(
     clock, requests = endpoint.driver.clock, endpoint.service.requests
     grant = endpoint.service.holdings.grant
 
-    def slow(asked: Any) -> Any:
+    def slow(asked: Any, *rest: Any) -> Any:
         clock.advance(2 * SLOW_S)
-        return grant(asked)
+        return grant(asked, *rest)
 
     with capture_logs() as lines:
         await endpoint.look_up(endpoint.chain(range(8)))

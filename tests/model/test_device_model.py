@@ -41,7 +41,9 @@ class DeviceMachine(StoreMachine):
         """A connector says what a request reused, truly or not."""
         caller = self.session(pick).caller
         said = [(caller.tenants[pick % len(caller.tenants)], 0.5, max(prompt, reused), reused)]
-        record(caller, Timings(said, [(prompt, 0.25)], [("load", 1, 4096, 0.001)]))
+        steps = [(prompt, prompt * prompt / 2, 0, 0, 0.25)]
+        plans = [(pick, 0.5)]  # of others, or of nobody
+        record(caller, Timings(said, steps, [("load", 1, 4096, 0.001)], 0, plans))
 
     # ---- what the engine does ----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 from nvme_stage import MIB
 
-from kvstore.config import Config
+from kvstore.config import Config, PlanConfig
 from kvstore.disks import DiskLoop
 from kvstore.testing import StoreDriver, small_config, small_disk
 
@@ -28,7 +28,8 @@ def paced(folder: Path, *, limit: int = 0, latency_s: float = 0.0) -> Config:
     """A HOST of 120 blocks over a disk that is that slow."""
     disk = small_disk(folder / "disk", capacity_bytes=32 * MIB)
     disk = msgspec.structs.replace(disk, limit_bytes_per_s=limit, added_latency_s=latency_s, stall_s=STALL_S)
-    return small_config(capacity_bytes=16 * MIB, nvme=disk)
+    config = small_config(capacity_bytes=16 * MIB, nvme=disk)
+    return msgspec.structs.replace(config, plan=PlanConfig(mode="load"))  # it is the disk that is timed
 
 
 def set_limits(driver: StoreDriver, limit: int, latency_s: float = 0.0) -> None:

@@ -245,7 +245,7 @@ def test_what_lagged_teaches_what_all_of_it_would_have_taken(scenes: Scenes) -> 
     scene = scenes(limit=5 * MB)
     session = scene.driver.attach()
     transfers: list[Transfer] = []
-    scene.driver.nvme.observe(transfers.append)
+    scene.driver.nvme.observe(transfers.append, lambda _: None)
     slow = LagRule(10 * RECOMPUTE_S, LOAD_S)
     fetching, _ = scene.begin(session, Watch(slow, lambda arrived: 10 * rest_s(arrived)))
     scene.turns.run(lambda: fetching.over)

@@ -21,7 +21,7 @@ NVME = Source(Tier.NVME)
 
 def heard(driver: StoreDriver) -> list[Transfer]:
     transfers: list[Transfer] = []
-    driver.nvme.observe(transfers.append)
+    driver.nvme.observe(transfers.append, lambda _: None)
     return transfers
 
 
@@ -104,7 +104,7 @@ def test_rates_learn_the_limit_from_what_is_told(reopen: Reopen, tmp_path: Path)
         saved(reopen(config=config), 5 + start // 250, start)
     driver = reopen(config=config)
     rates, session = Rates(), driver.attach()
-    driver.nvme.observe(lambda transfer: rates.observe(NVME, transfer, driver.clock.now()))
+    driver.nvme.observe(lambda transfer: rates.observe(NVME, transfer, driver.clock.now()), lambda _: None)
     turns = DiskTurns(driver, late_s=0.001)
     for start in range(0, 5000, 1000):
         fetching = begin(session, 5 + start // 250, start)

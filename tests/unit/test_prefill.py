@@ -279,7 +279,7 @@ def test_questions_that_cannot_be_are_refused() -> None:
 
 
 @given(st.integers(0, 50), st.floats(-1e6, 1e6))
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 def test_what_was_learnt_outlives_a_restart(seed: int, start_s: float) -> None:
     """Through JSON, onto a clock that starts elsewhere: what the same steps say."""
     curve = PrefillCurve()

@@ -22,6 +22,7 @@ from reload_oracle import (
     written_out,
 )
 
+from kvstore.policy.planned import Planned
 from kvstore.policy.prefill import PrefillCurve, Step
 from kvstore.policy.rates import Rates, Source, Transfer
 from kvstore.policy.reload import BLIND_S, Choice, Prefill, ReloadQuestion, Way, decide
@@ -71,12 +72,14 @@ def test_spans_and_load_say_the_same(question: ReloadQuestion) -> None:
     assert (decision.choice is Choice.RECOMPUTE) == (start == stop)
     assert decision.choice is not Choice.LOAD or start == question.device
     assert decision.choice is not Choice.SPLIT or start > question.device
-    plan = decision.plan()
-    assert (plan.load_start, plan.load_stop, plan.spans, plan.reason) == (
+    plan = Planned(7, 0.0, decision).fetch_plan()
+    assert (plan.load_start, plan.load_stop, plan.spans, plan.reason, plan.choice, plan.id) == (
         start,
         stop,
         decision.spans,
         decision.reason,
+        decision.choice,
+        7,
     )
 
 
@@ -127,7 +130,7 @@ def test_the_first_request_ever_loads_what_comes_soon(question: ReloadQuestion) 
     rule = decision.lag_rule()
     assert (rule is None) == (start == stop)
     if rule is not None:
-        assert rule.bound_s == pytest.approx(1.1 * BLIND_S)
+        assert rule.due_s(0.0) == pytest.approx(BLIND_S)  # so long may it lag
 
 
 # ---- the cases of the field -------------------------------------------------------------------------------
@@ -282,7 +285,7 @@ def test_no_curve_and_a_slow_source() -> None:
     assert "no step was seen yet" in decision.reason
     part = decide(question_of(3e7, prefill=unknown))
     assert (part.choice, part.load_stop) == (Choice.LOAD, 27)  # 0.95 s
-    assert (part.recompute_s, part.lag_from_s) == (BLIND_S, 0.0)
+    assert (part.recompute_s, part.lag_from_s) == (10 * BLIND_S, 0.0)
 
 
 def test_a_curve_that_knows_only_a_part_decides_on_that() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from kvstore import planning
 from kvstore.errors import BadRequest
+from kvstore.intent import Intent
 from kvstore.keys import probe_positions
-from kvstore.policy import reload
 from kvstore.rpc.api.chains import Asked
 from kvstore.rpc.api.holding import Held
-from kvstore.types import FetchPlan, Tier
+from kvstore.types import Choice, FetchPlan, Tier
 from kvstore.v1 import store_pb2 as pb
 
-__all__ = ["TIERS", "found", "missed", "planned"]
+__all__ = ["TIERS", "found", "intent_of", "missed", "planned"]
 
 TIERS = {
     Tier.GPU: pb.TIER_GPU,
@@ -20,6 +23,11 @@ TIERS = {
     Tier.NVME: pb.TIER_NVME,
     Tier.PEER: pb.TIER_PEER,
     Tier.REMOTE: pb.TIER_REMOTE,
+}
+_CHOICES = {
+    Choice.RECOMPUTE: pb.CHOICE_RECOMPUTE,
+    Choice.LOAD: pb.CHOICE_LOAD,
+    Choice.SPLIT: pb.CHOICE_SPLIT,
 }
 
 
@@ -32,7 +40,7 @@ def found(epoch: bytes, asked: Asked, held: Held, lease_s: float) -> pb.LookupRe
         asked_blocks=len(asked),
         blocks=len(held.lease.nodes),
         block_bytes=asked.layout.block_bytes,
-        plan=_plan(held.match.plan),
+        plan=_plan(held.match.plan, held.predicted_s),
         root=asked.root,
     )
 
@@ -43,34 +51,39 @@ def missed(epoch: bytes, asked: Asked) -> pb.LookupResponse:
         epoch=epoch,
         asked_blocks=len(asked),
         block_bytes=asked.layout.block_bytes,
-        plan=_plan(FetchPlan(0, 0, (), _why(asked))),
+        plan=_plan(FetchPlan(0, 0, (), _why(asked), Choice.RECOMPUTE), {}),
         root=asked.root,
     )
 
 
-def planned(epoch: bytes, asked: Asked) -> pb.PlanResponse:
+def planned(epoch: bytes, asked: Asked, intent: Intent) -> pb.PlanResponse:
     """Answer to a plan: walks the index and changes nothing at all."""
-    blocks = _match(asked)
-    plan = reload.plan(0, blocks) if blocks else FetchPlan(0, 0, (), _why(asked))
+    held = _match(asked)
+    blocks = max(held.host, held.disk)
+    question = planning.question(asked.group, asked.namespace, asked.layout, intent, len(asked), held)
+    made = planning.decided(asked.group, question)
+    plan = FetchPlan(
+        made.load_start, made.load_stop, made.spans, made.reason if blocks else _why(asked), made.choice
+    )
     return pb.PlanResponse(
         epoch=epoch,
         asked_blocks=len(asked),
         blocks=blocks,
         block_bytes=asked.layout.block_bytes,
-        plan=_plan(plan),
+        plan=_plan(plan, made.predicted_s),
         root=asked.root,
     )
 
 
-def _match(asked: Asked) -> int:
-    """Leading blocks that are readable on HOST.
+def _match(asked: Asked) -> planning.Held:
+    """Leading blocks that are readable on HOST, and there or on NVME.
 
     Raises:
         BadRequest: keys that are not one chain, or contradict what is known.
     """
     index, keys, blocks = asked.group.index, asked.chain.keys, len(asked)
     if not asked.root_is_known():
-        return 0
+        return planning.Held()
     positions = probe_positions(blocks)
     try:
         walk = index.walk(asked.root, blocks, positions, keys[positions])
@@ -80,10 +93,24 @@ def _match(asked: Asked) -> int:
             walk = deeper if deeper.depth > walk.depth else walk
     except ValueError as error:
         raise BadRequest(f"keys: {error}") from None
-    length = asked.group.host.match(walk)
+    held = planning.Held(0, asked.group.host.match(walk), asked.group.nvme.match(walk))
+    length = max(held.host, held.disk)
     if index.digest(walk, length) != asked.chain.digest(length):
         raise BadRequest("keys.packed: not the keys of one chain in their order")
-    return length
+    return held
+
+
+def intent_of(message: pb.Intent) -> Intent:
+    """Raises BadRequest: names the field."""
+    return Intent(
+        message.prompt_tokens,
+        message.request,
+        message.queued_s,
+        message.can_split,
+        message.decodes,
+        message.decode_context,
+        message.chunk_tokens,
+    )
 
 
 def _why(asked: Asked) -> str:
@@ -92,6 +119,16 @@ def _why(asked: Asked) -> str:
     return "nothing of this prompt is known" if len(asked) else "the prompt is shorter than one block"
 
 
-def _plan(plan: FetchPlan) -> pb.LoadPlan:
-    spans = [pb.Span(tier=TIERS[s.tier], start=s.start, stop=s.stop) for s in plan.spans]
-    return pb.LoadPlan(load_start=plan.load_start, load_stop=plan.load_stop, spans=spans, reason=plan.reason)
+def _plan(plan: FetchPlan, predicted_s: Mapping[Choice, float | None]) -> pb.LoadPlan:
+    return pb.LoadPlan(
+        load_start=plan.load_start,
+        load_stop=plan.load_stop,
+        spans=[pb.Span(tier=TIERS[s.tier], start=s.start, stop=s.stop) for s in plan.spans],
+        reason=plan.reason,
+        choice=_CHOICES[plan.choice],
+        predictions=[
+            pb.Prediction(choice=_CHOICES[choice], seconds=seconds)
+            for choice, seconds in predicted_s.items()
+            if seconds is not None
+        ],
+    )

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +19,12 @@ import numpy as np
 from kvstore.callers import Caller, Engine
 from kvstore.config import GrpcConfig
 from kvstore.errors import BadRequest, LimitExceeded, NotFound
+from kvstore.intent import Intent
 from kvstore.keys import probe_positions
 from kvstore.leases import Lease, LeaseState
 from kvstore.rpc.api.chains import Asked
 from kvstore.store import Match, Store
-from kvstore.types import BlockLayout, Part
+from kvstore.types import BlockLayout, Choice, Part
 
 __all__ = ["Held", "Holdings", "new_caller"]
 
@@ -72,6 +74,12 @@ class Held:
     sent: int = 0
 
     @property
+    def predicted_s(self) -> Mapping[Choice, float | None]:
+        """Of its plan."""
+        planned = self.lease.planned
+        return planned.decision.predicted_s if planned is not None else {}
+
+    @property
     def layout(self) -> BlockLayout:
         """Of its blocks."""
         return self.caller.layout
@@ -91,7 +99,7 @@ class Holdings:
 
     # ---- life --------------------------------------------------------------------------------------------
 
-    def grant(self, asked: Asked) -> Held | None:
+    def grant(self, asked: Asked, intent: Intent = Intent()) -> Held | None:  # noqa: B008 never changes
         """Look up and hold the longest known prefix; None when nothing is known.
 
         Raises:
@@ -109,7 +117,7 @@ class Holdings:
         asked.group.callers[caller.session] = caller  # silent callers' leases are found there under pressure
         match = None
         try:
-            match = self._look_up(caller, asked)
+            match = self._look_up(caller, asked, intent)
         finally:
             if match is None or match.lease is None:
                 self._leave(caller)
@@ -121,11 +129,11 @@ class Holdings:
         self._watch()
         return held
 
-    def _look_up(self, caller: Caller, asked: Asked) -> Match:
+    def _look_up(self, caller: Caller, asked: Asked, intent: Intent) -> Match:
         """Both trips of a lookup (LAWS C13), then the proof that it is this chain that was found."""
         keys, blocks = asked.chain.keys, len(asked)
         positions = probe_positions(blocks)
-        match = self._store.lookup(caller, asked.root, blocks, positions, keys[positions])
+        match = self._store.lookup(caller, asked.root, blocks, positions, keys[positions], intent)
         if match.lease is None:
             return match
         if match.gap_stop > match.known:

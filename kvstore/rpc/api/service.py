@@ -91,7 +91,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802  (names of the service)
         asked = await self._resolve(context, Verb.READ, request.chain)
-        held = self.holdings.grant(asked)
+        held = self.holdings.grant(asked, asking.intent_of(request.intent))
         if held is None:
             return asking.missed(self._store.epoch, asked)
         context.add_done_callback(lambda done: self._if_cancelled(done, held))
@@ -105,7 +105,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:  # noqa: N802
         asked = await self._resolve(context, Verb.READ, request.chain)
-        return asking.planned(self._store.epoch, asked)
+        return asking.planned(self._store.epoch, asked, asking.intent_of(request.intent))
 
     @answers
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
