@@ -57,7 +57,7 @@ class Decision:
         lag_from_s: seconds from now until the lag rule's clock starts: until then the engine is busy
             otherwise, or with the head of a split.
         load_s: W of the lag rule, seconds from then until everything is loaded.
-        recompute_s: R of the lag rule, seconds from then to compute what is to be loaded; 0 = nothing is.
+        recompute_s: R of the lag rule, seconds from then to compute what is to be loaded; 0 = no rule.
             Not known: as much as lets a load lag by BLIND_S (and every block has the same share of it).
         reason: one sentence.
     """
@@ -73,8 +73,8 @@ class Decision:
     reason: str
 
     def lag_rule(self, late_s: float = 0.0) -> LagRule | None:
-        """The rule for this load; None: nothing is loaded. `late_s`: see there."""
-        if self.load_start == self.load_stop:
+        """The rule for this load; None: nothing is loaded, or it may take what it takes. `late_s`: see there."""
+        if self.load_start == self.load_stop or not self.recompute_s:
             return None
         return LagRule(self.recompute_s, self.load_s, late_s)
 
