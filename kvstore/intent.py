@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from kvstore.errors import BadRequest
 
-__all__ = ["Intent"]
+__all__ = ["MODES", "Intent"]
+
+MODES = ("", "decide", "load", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Intent:
         can_split: the engine can compute a head while a tail is loading.
         decodes, decode_context: sequences that decode meanwhile, and the tokens of their contexts.
         chunk_tokens: most prompt tokens of one step; 0 = as many as the largest step that was seen.
+        mode: load or recompute, whatever they take; "" = as the daemon's `plan.mode` says. For experiments.
 
     Raises:
         BadRequest: names the field.
@@ -32,6 +35,7 @@ class Intent:
     decodes: int = 0
     decode_context: int = 0
     chunk_tokens: int = 0
+    mode: str = ""
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "decodes", "decode_context", "chunk_tokens"):
@@ -42,3 +46,5 @@ class Intent:
             raise BadRequest(f"intent.queued_s: need 0 to 86400 seconds, got {self.queued_s!r:.80}")
         if not isinstance(self.request, str):
             raise BadRequest(f"intent.request: need text, got {self.request!r:.80}")
+        if self.mode not in MODES:
+            raise BadRequest(f"intent.mode: need one of {', '.join(map(repr, MODES))}, got {self.mode!r:.80}")

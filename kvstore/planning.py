@@ -69,7 +69,8 @@ def plan(caller: Caller, intent: Intent, blocks: int, held: Held, lease: int, te
     """
     group = caller.group
     asked = question(group, caller.engine.namespace, caller.layout, intent, blocks, held)
-    decision = decided(group, asked)
+    mode = intent.mode or group.config.plan.mode
+    decision = decided(asked, mode)
     at_s = group.clock.now()
     entry = Asked(
         at_s,
@@ -80,15 +81,14 @@ def plan(caller: Caller, intent: Intent, blocks: int, held: Held, lease: int, te
         held.by_tier(),
         intent.request,
     )
-    compared = group.config.plan.mode not in _FIXED
-    terms = Terms(asked) if compared and decision.load_stop > decision.load_start else None
+    terms = Terms(asked) if mode not in _FIXED and decision.load_stop > decision.load_start else None
     return Planned(group.decisions.planned(entry, decision), at_s, decision, terms)
 
 
-def decided(group: Group, asked: ReloadQuestion) -> Decision:
-    """What the policy answers in the group's mode."""
-    mode = _FIXED.get(group.config.plan.mode)
-    return decide(asked) if mode is None else fixed(asked, mode)
+def decided(asked: ReloadQuestion, mode: str) -> Decision:
+    """What the policy answers in a mode of `plan.mode`."""
+    choice = _FIXED.get(mode)
+    return decide(asked) if choice is None else fixed(asked, choice)
 
 
 def question(

@@ -61,7 +61,7 @@ def planned(epoch: bytes, asked: Asked, intent: Intent) -> pb.PlanResponse:
     held = _match(asked)
     blocks = max(held.host, held.disk)
     question = planning.question(asked.group, asked.namespace, asked.layout, intent, len(asked), held)
-    made = planning.decided(asked.group, question)
+    made = planning.decided(question, asked.group.config.plan.mode)
     plan = FetchPlan(
         made.load_start, made.load_stop, made.spans, made.reason if blocks else _why(asked), made.choice
     )

@@ -24,8 +24,8 @@ __all__ = [
     "Reserved",
 ]
 
-IntentRow = tuple[int, str, float, bool, int, int, int]
-NO_INTENT: IntentRow = (0, "", 0.0, False, 0, 0, 0)
+IntentRow = tuple[int, str, float, bool, int, int, int, str]
+NO_INTENT: IntentRow = (0, "", 0.0, False, 0, 0, 0, "")
 
 
 class Lookup(Message, tag="lookup", frozen=True):
