@@ -86,12 +86,15 @@ class DaemonProcess(_Child):
     Args:
         folder: for the socket and the log.
         settings: table.key → value.
+        config: a file of more of them, read again on SIGHUP; None = no file.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, object], config: Path | None = None) -> None:
         self.socket = folder / "kvstore.sock"
         flags = [f"daemon.socket={self.socket}", *(f"{key}={value}" for key, value in settings.items())]
         command = ["kvstore", "serve", *(part for flag in flags for part in ("--set", flag))]
+        if config is not None:
+            command += ["--config", str(config)]
         super().__init__(command, folder / "daemon.log", subprocess.DEVNULL, subprocess.DEVNULL)
 
     def wait_ready(self, timeout_s: float = _START_S) -> None:
@@ -112,6 +115,18 @@ class DaemonProcess(_Child):
                     continue
                 return
         raise self.failed(f"the daemon was not ready after {timeout_s} s")
+
+    def wait_logged(self, text: str, times: int, timeout_s: float) -> None:
+        """Until its log has had `text` so often.
+
+        Raises:
+            ProcessFailed: it ended, or took too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._log.read_text(errors="replace").count(text) < times:
+            if time.monotonic() >= deadline or self.process.poll() is not None:
+                raise self.failed(f"the daemon did not say {text!r} {times} times within {timeout_s} s")
+            time.sleep(0.005)
 
     def flush(self, timeout_s: float = _START_S) -> None:
         """Everything that the disk was given is on it.

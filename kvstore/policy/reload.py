@@ -73,7 +73,7 @@ class Decision:
     reason: str
 
     def lag_rule(self, late_s: float = 0.0) -> LagRule | None:
-        """The rule for this load; None: nothing is loaded, or it may take what it takes. `late_s`: see there."""
+        """The rule for this load; None: there is none, or it may take what it takes. `late_s`: see there."""
         if self.load_start == self.load_stop or not self.recompute_s:
             return None
         return LagRule(self.recompute_s, self.load_s, late_s)

@@ -23,7 +23,7 @@ from kvstore.leases import LeaseState
 from kvstore.policy.prefill import Step
 from kvstore.pricing import Source, Transfer
 from kvstore.store import Match
-from kvstore.testing import SessionDriver, StoreDriver
+from kvstore.testing import StoreDriver
 from kvstore.types import Choice, Tier
 
 BLOCKS, TOKENS = 40, 4

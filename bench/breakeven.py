@@ -1,0 +1,290 @@
+"""Reload or recompute, really run: bandwidth of the tier × length of the prompt × load of the engine.
+
+    python -m bench.breakeven --quick --json      a quarter of an hour
+    python -m bench.breakeven --save              the whole grid, and the picture
+
+In every cell the same prompt of SmolLM2-135M (float32, 45 KiB of KV a token) is answered in four ways, turn and
+turn about (A B C D A', then backwards), and each time it is on NVME and nowhere else:
+
+    recompute   no reuse at all: an engine without a store
+    load        all of it is loaded, whatever that takes
+    split       a tail is loaded while the head is computed
+    planner     what `kvstore` decides
+
+The tier's bandwidth is `nvme.limit_bytes_per_s`. A loaded engine decodes eight other sequences meanwhile. What
+counts is the time to the first token; the median over turns of each way. Recompute runs a second time in every
+turn as if it were something else: that control (`aa_p95`) says how far the machine's noise goes, and above
+0.05 the run calls itself void.
+
+    planner_over_best              planner over the fastest of the others, cell by cell
+    planner_over_recompute         what asking the store may cost
+    always_load_over_recompute     what a store costs that always loads
+    split_over_best_pure           where load and recompute are within a factor of 2 of each other and the
+                                   planner itself chose to split: planner over the better of those two
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.breakeven_stage import ARMS, BLOCK_TOKENS, CHUNK_TOKENS, Answer, Stage, stage
+from bench.measure import finish, parser
+
+__all__ = ["BARS", "Cell", "main", "verdict"]
+
+MB = 1_000_000
+BUSY = 8
+_AGAIN = "recompute again"
+_ORDER = (*ARMS, _AGAIN)
+AA_MAX = 0.05
+BARS = {
+    "planner_over_best_p95": 1.10,
+    "planner_over_recompute_max": 1.05,
+    "split_over_best_pure_median": 0.70,
+}
+"""At most; the first two plus `aa_p95`."""
+_WITHIN = 2.0
+_WARM = 4
+_WARM_TOKENS = 256
+_CHECK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is run.
+
+    Attributes:
+        limits: of the disk in bytes/s, 0 = none.
+        lengths: of prompts in tokens.
+        turns: of each way in each cell.
+    """
+
+    limits: tuple[int, ...]
+    lengths: tuple[int, ...]
+    turns: int
+
+    def json(self) -> dict[str, Any]:
+        """As the result lists it."""
+        return {
+            "mb_per_s": [limit // MB or None for limit in self.limits],
+            "tokens": list(self.lengths),
+            "load": ["idle", "loaded"],
+            "turns": self.turns,
+        }
+
+
+QUICK = Grid((5 * MB, 20 * MB, 80 * MB, 0), (512, 1536), 7)
+WHOLE = Grid(
+    (2 * MB, 5 * MB, 10 * MB, 20 * MB, 40 * MB, 80 * MB, 160 * MB, 0), (256, 512, 1024, 1536, 3072), 9
+)
+
+
+@dataclass(slots=True)
+class Cell:
+    """One bandwidth, one length, one load.
+
+    Attributes:
+        limit: bytes/s, 0 = none.
+        tokens: of the prompt.
+        loaded: whether others decode meanwhile.
+        answers: by arm, one a turn.
+    """
+
+    limit: int
+    tokens: int
+    loaded: bool
+    answers: dict[str, list[Answer]] = field(default_factory=lambda: {arm: [] for arm in _ORDER})
+
+    def ttft_s(self, arm: str) -> float:
+        """Median."""
+        return statistics.median(answer.ttft_s for answer in self.answers[arm])
+
+    @property
+    def aa(self) -> float:
+        """By how much recompute is off from itself."""
+        return abs(self.ttft_s(_AGAIN) / self.ttft_s("recompute") - 1.0)
+
+    @property
+    def best_s(self) -> float:
+        """Of the ways that do not decide."""
+        return min(self.ttft_s(arm) for arm in ("recompute", "load", "split"))
+
+    @property
+    def pure_s(self) -> float:
+        """The better of recompute and load."""
+        return min(self.ttft_s("recompute"), self.ttft_s("load"))
+
+    @property
+    def near_even(self) -> bool:
+        """Load and recompute are within a factor of two of each other."""
+        ratio = self.ttft_s("load") / self.ttft_s("recompute")
+        return 1 / _WITHIN <= ratio <= _WITHIN
+
+    @property
+    def choices(self) -> Counter[str]:
+        """Of the planner."""
+        return Counter(answer.choice for answer in self.answers["planner"])
+
+    @property
+    def chose_split(self) -> list[float]:
+        """Seconds of the planner's requests that it split."""
+        return [answer.ttft_s for answer in self.answers["planner"] if answer.choice == "split"]
+
+    def json(self) -> dict[str, Any]:
+        """For the result."""
+        return {
+            "mb_per_s": self.limit // MB or None,
+            "tokens": self.tokens,
+            "load": "loaded" if self.loaded else "idle",
+            "ttft_s": {arm: _short(self.ttft_s(arm)) for arm in _ORDER},
+            "spread_s": {arm: [_short(value) for value in _quartiles(self, arm)] for arm in ARMS},
+            "planner_over_best": _short(self.ttft_s("planner") / self.best_s),
+            "planner_over_recompute": _short(self.ttft_s("planner") / self.ttft_s("recompute")),
+            "load_over_recompute": _short(self.ttft_s("load") / self.ttft_s("recompute")),
+            "split_over_best_pure": _short(self.ttft_s("split") / self.pure_s),
+            "aa": _short(self.aa),
+            "planner_chose": dict(self.choices),
+            "reason": self.answers["planner"][-1].plan.get("reason", ""),
+        }
+
+
+def run(place: Stage, grid: Grid, note: Any) -> list[Cell]:
+    """All cells. Within one bandwidth and one load they take turns; a change of either is learnt first."""
+    cells = []
+    for limit in grid.limits:
+        place.set_limit(limit)
+        for loaded in (False, True):
+            with place.busy(BUSY) if loaded else nullcontext():
+                for _ in range(_WARM):
+                    place.ask("load", _WARM_TOKENS)
+                    place.ask("recompute", _WARM_TOKENS)
+                row = [Cell(limit, tokens, loaded) for tokens in grid.lengths]
+                for turn in range(grid.turns):
+                    for cell in row:
+                        _turn(place, cell, backwards=turn % 2 == 1)
+                cells += row
+            for cell in row:
+                note(cell)
+    return cells
+
+
+def _turn(place: Stage, cell: Cell, *, backwards: bool) -> None:
+    for arm in reversed(_ORDER) if backwards else _ORDER:
+        cell.answers[arm].append(place.ask("recompute" if arm == _AGAIN else arm, cell.tokens))
+
+
+def long_answers(place: Stage, lengths: Sequence[int]) -> bool:
+    """Whether every way gives the same 64 tokens, on a disk near break-even."""
+    place.set_limit(20 * MB)
+    same = True
+    for length in lengths:
+        answers = {arm: place.ask(arm, length, _CHECK_TOKENS).tokens for arm in ARMS}
+        same &= len(set(answers.values())) == 1
+    return same
+
+
+def verdict(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The figures that the bars are about."""
+    best = [cell.ttft_s("planner") / cell.best_s for cell in cells]
+    recompute = [cell.ttft_s("planner") / cell.ttft_s("recompute") for cell in cells]
+    always = [cell.ttft_s("load") / cell.ttft_s("recompute") for cell in cells]
+    split = [
+        statistics.median(cell.chose_split) / cell.pure_s
+        for cell in cells
+        if cell.near_even and 2 * len(cell.chose_split) > len(cell.answers["planner"])
+    ]
+    aa = float(np.quantile([cell.aa for cell in cells], 0.95))
+    return {
+        "aa_p95": _short(aa),
+        "planner_over_best_p95": _short(float(np.quantile(best, 0.95))),
+        "planner_over_best_median": _short(statistics.median(best)),
+        "planner_over_recompute_max": _short(max(recompute)),
+        "always_load_over_recompute_max": _short(max(always)),
+        "split_over_best_pure_median": _short(statistics.median(split)) if split else None,
+        "split_cells": len(split),
+        "near_even_cells": sum(cell.near_even for cell in cells),
+        "outputs_identical": all(
+            len({answer.tokens for arm in _ORDER for answer in cell.answers[arm]}) == 1 for cell in cells
+        ),
+    }
+
+
+def missed(figures: dict[str, Any]) -> list[str]:
+    """Bars that were not reached."""
+    slack = {"planner_over_best_p95": figures["aa_p95"], "planner_over_recompute_max": figures["aa_p95"]}
+    out = [
+        f"{name} {figures[name]} > {bar}"
+        for name, bar in BARS.items()
+        if figures[name] is None or figures[name] > bar + slack.get(name, 0.0)
+    ]
+    return out if figures["outputs_identical"] else [*out, "outputs_identical false"]
+
+
+def main() -> int:
+    """Exit status: 0, 1 where a bar was missed, 3 when void."""
+    options = _options()
+    grid = QUICK if options.quick else WHOLE
+    began_s = time.monotonic()
+
+    def note(cell: Cell) -> None:
+        if not options.json:
+            print(_line(cell), flush=True)
+
+    with stage((*grid.lengths, _WARM_TOKENS)) as place:
+        cells = run(place, grid, note)
+        same = long_answers(place, grid.lengths)
+    figures = verdict(cells)
+    figures["outputs_identical"] &= same
+    figures |= {
+        "missed": missed(figures),
+        "grid": grid.json(),
+        "model": {"block_tokens": BLOCK_TOKENS, "chunk_tokens": CHUNK_TOKENS, "busy_sequences": BUSY},
+        "seconds": round(time.monotonic() - began_s),
+        "cells": [cell.json() for cell in cells],
+    }
+    void = (
+        f"noise: recompute is off from itself by {figures['aa_p95']:.1%}"
+        if figures["aa_p95"] > AA_MAX
+        else ""
+    )
+    status = finish("breakeven_quick" if options.quick else "breakeven", options, figures, [void])
+    if options.save and not void:
+        from bench.breakeven_picture import draw
+
+        draw(figures, "breakeven_quick" if options.quick else "breakeven")
+    return status or int(bool(figures["missed"]))
+
+
+def _options() -> argparse.Namespace:
+    made = parser("breakeven", __doc__)
+    made.add_argument("--quick", action="store_true", help="16 cells, a quarter of an hour at most")
+    return made.parse_args()
+
+
+def _line(cell: Cell) -> str:
+    arms = "  ".join(f"{arm} {cell.ttft_s(arm):6.3f}" for arm in _ORDER)
+    limit = f"{cell.limit // MB:4} MB/s" if cell.limit else "no limit "
+    chose = ", ".join(f"{name} {count}" for name, count in cell.choices.items())
+    return f"{limit} {cell.tokens:5} tokens {'loaded' if cell.loaded else 'idle  '}  {arms}  ({chose})"
+
+
+def _quartiles(cell: Cell, arm: str) -> list[float]:
+    return list(np.quantile([answer.ttft_s for answer in cell.answers[arm]], (0.25, 0.75)))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
