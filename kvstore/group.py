@@ -303,6 +303,9 @@ class Group:
     def _count_hits(self, lease: Lease) -> None:
         loaded = max(0, lease.host - lease.device)
         brought = max(0, min(lease.brought[1], lease.host) - max(lease.brought[0], lease.device))
+        if lease.tail is not None:  # what lies before it was computed
+            loaded = lease.tail.stop - lease.tail.start
+            brought = loaded - lease.tail.on_host
         blocks = {Tier.GPU: lease.device, Tier.HOST: loaded - brought, Tier.NVME: brought}
         if lease.tenant:
             self.meters.count_hit(lease.tenant, {t: n * lease.block_tokens for t, n in blocks.items()})
@@ -311,7 +314,7 @@ class Group:
         caller = self.callers.get(lease.session)
         if caller is not None:
             self.counters.loaded_bytes += loaded * caller.shape.length
-        self.counters.hit_blocks += max(lease.device, lease.host)
+        self.counters.hit_blocks += lease.device + loaded
 
     def revoke_stale(self) -> int:
         """Take the pins of sessions that have been silent too long, LEASES_SLICE of them at most.

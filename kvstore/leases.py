@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore._native import NONE, Index
 from kvstore.errors import LimitExceeded, NotFound
 
-__all__ = ["Lease", "LeaseState", "Leases"]
+__all__ = ["Lease", "LeaseState", "Leases", "Tail"]
 
 _NO_TABLE: NDArray[np.uint32] = np.empty(0, np.uint32)
 
@@ -55,6 +55,31 @@ _MOVES = frozenset(
 
 
 @dataclass(slots=True)
+class Tail:
+    """Blocks of a match that were loaded from their end downwards, while those before them were computed.
+
+    Attributes:
+        start, stop: [start, stop) can be copied, and is, as far as its engine does not say otherwise.
+        lowest: first block that was asked for.
+        resident: (stop - lowest,) whether each was on HOST already.
+    """
+
+    start: int
+    stop: int
+    lowest: int
+    resident: NDArray[np.bool_]
+
+    def used_from(self, start: int) -> None:
+        """What lies before `start` is not used after all."""
+        self.start = min(max(self.start, start), self.stop)
+
+    @property
+    def on_host(self) -> int:
+        """Those of [start, stop) that needed no other tier."""
+        return int(self.resident[self.start - self.lowest :].sum())
+
+
+@dataclass(slots=True)
 class Lease:
     """One granted prefix, and the block table that grew from it.
 
@@ -69,6 +94,7 @@ class Lease:
         device, host: leading blocks of the match on the device and on HOST, for accounting at its end.
         disk: leading blocks that were on HOST or NVME when it was granted.
         brought: [start, stop) of the match that a fetch brought from NVME; part of `host` since then.
+        tail: loaded instead of what `host` says, None = nothing was asked for in that order.
         state: life cycle.
         tenant, block_tokens: whose hit it will be, in tokens.
     """
@@ -84,6 +110,7 @@ class Lease:
     host: int = 0
     disk: int = 0
     brought: tuple[int, int] = (0, 0)
+    tail: Tail | None = None
     state: LeaseState = LeaseState.GRANTED
     tenant: str = ""
     block_tokens: int = 0
