@@ -10,12 +10,13 @@ from kvstore.leases import Lease, Tail
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.promotion import Promotion
 
-__all__ = ["PIECE_BYTES", "Fetching", "TailFetching"]
+__all__ = ["PIECES_MIN", "PIECE_BYTES", "Fetching", "TailFetching"]
 
 U32 = NDArray[np.uint32]
-# A piece of a tail: short against what a prompt's blocks take, and many are under way at once; 3 GB/s bring
-# 1,500 of them in a second.
+# A piece of a tail. The largest: many are under way at once, and 3 GB/s bring 1,500 of them in a second. And
+# so many at least: the one that comes when computing has met the tail is of no use.
 PIECE_BYTES = 2 << 20
+PIECES_MIN = 16
 
 
 class Fetching:
@@ -88,7 +89,7 @@ class TailFetching(Fetching):
         absent = np.flatnonzero(~resident)
         self.ready = start + int(absent[-1]) + 1 if len(absent) else start
         self.tail = Tail(self.ready, stop, start, resident)
-        size = max(1, PIECE_BYTES // shape.slot_bytes)
+        size = max(1, min(PIECE_BYTES // shape.slot_bytes, (stop - start) // PIECES_MIN))
         # From the top down; the promotion's positions are those of the pieces one after another.
         self._pieces = [(max(start, top - size), top) for top in range(stop, start, -size)]
         self._behind = np.cumsum([top - low for low, top in self._pieces], dtype=np.uint32)
