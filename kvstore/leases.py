@@ -60,14 +60,12 @@ class Tail:
 
     Attributes:
         start, stop: [start, stop) can be copied, and is, as far as its engine does not say otherwise.
-        lowest: first block that was asked for.
-        resident: (stop - lowest,) whether each was on HOST already.
+        host: leading blocks of the match that were on HOST when it began.
     """
 
     start: int
     stop: int
-    lowest: int
-    resident: NDArray[np.bool_]
+    host: int
 
     def used_from(self, start: int) -> None:
         """What lies before `start` is not used after all."""
@@ -76,7 +74,7 @@ class Tail:
     @property
     def on_host(self) -> int:
         """Those of [start, stop) that needed no other tier."""
-        return int(self.resident[self.start - self.lowest :].sum())
+        return max(0, min(self.host, self.stop) - self.start)
 
 
 @dataclass(slots=True)

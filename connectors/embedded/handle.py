@@ -36,7 +36,9 @@ class Handle:
         loading: what it loads.
         split: the tail that is loading while what lies before it is computed.
         skip: [start, stop) blocks that a tail brought: they are not saved again.
-        saves: under way, oldest first.
+        saves: under way, oldest first, and their first blocks.
+        again: from here on some were just being filled by somebody, who may have given up: the last save asks
+            once more. Where computing meets a tail, that is the tail's own fetch.
         finished: only the saves keep the table alive.
     """
 
@@ -54,7 +56,8 @@ class Handle:
     loading: Hit | None = None
     split: Split | None = None
     skip: tuple[int, int] = (0, 0)
-    saves: list[Save] = field(default_factory=list)
+    saves: list[tuple[int, Save]] = field(default_factory=list)
+    again: int | None = None
     finished: bool = False
 
     def unsaved(self, stop: int) -> list[tuple[int, int]]:

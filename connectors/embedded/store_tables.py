@@ -253,7 +253,7 @@ class StoreTables:
             if handle.behind:
                 return
             blocks = np.asarray(table.blocks[start:last], np.uint32)
-            handle.saves.append(self._client.save(handle.chain, start, last, blocks))
+            handle.saves.append((start, self._client.save(handle.chain, start, last, blocks)))
             handle.saved = last
         handle.saved = max(handle.saved, stop)
 
@@ -280,6 +280,8 @@ class StoreTables:
             handle.load.cancel()
         if handle.split is not None:
             handle.split.load.cancel()
+        if handle.again is not None:
+            handle.saved, handle.behind = min(handle.saved, handle.again), True
         if handle.behind and handle.chain is not None and not self.read_only and self._holds(handle):
             self._save(table, handle, handle.full)
         self._reap(table, handle)
@@ -292,10 +294,13 @@ class StoreTables:
     def _reap(self, table: Table, handle: Handle) -> None:
         """Take finished copies; release the table once nothing reads or writes its blocks any more."""
         while handle.saves:
-            result = handle.saves[0].poll()
+            start, save = handle.saves[0]
+            result = save.poll()
             if result is None:
                 break
             handle.saves.pop(0)
+            if result.elsewhere:
+                handle.again = start if handle.again is None else min(start, handle.again)
             if result.dropped:
                 self.dropped_saves = [*self.dropped_saves[-99:], result.reason]
         if not handle.finished:
@@ -312,7 +317,7 @@ class StoreTables:
     def settle(self, timeout_s: float) -> bool:
         """Wait until every save is done; False at the timeout."""
         for _, handle in list(self._live.values()):
-            for save in handle.saves:
+            for _, save in handle.saves:
                 if save.wait(timeout_s) is None:
                     return False
         self.poll()
