@@ -3,18 +3,18 @@
     python -m bench.breakeven --quick --json      a quarter of an hour
     python -m bench.breakeven --save              the whole grid, and the picture
 
-In every cell the same prompt of SmolLM2-135M (float32, 45 KiB of KV a token) is answered in four ways, turn and
-turn about (A B C D A', then backwards), and each time it is on NVME and nowhere else:
+In every cell the same prompt of SmolLM2-135M (float32, 45 KiB of KV a token) is answered in four ways, turn
+and turn about (A B C D A', then backwards), and each time it is on NVME and nowhere else:
 
     recompute   no reuse at all: an engine without a store
     load        all of it is loaded, whatever that takes
     split       a tail is loaded while the head is computed
     planner     what `kvstore` decides
 
-The tier's bandwidth is `nvme.limit_bytes_per_s`. A loaded engine decodes eight other sequences meanwhile. What
-counts is the time to the first token; the median over turns of each way. Recompute runs a second time in every
-turn as if it were something else: that control (`aa_p95`) says how far the machine's noise goes, and above
-0.05 the run calls itself void.
+The tier's bandwidth is `nvme.limit_bytes_per_s`. A loaded engine decodes eight other sequences meanwhile.
+What counts is the time to the first token; the median over turns of each way. Recompute runs a second time in
+every turn as if it were something else: that control (`aa_p95`) says how far the machine's noise goes, and
+above 0.05 the run calls itself void.
 
     planner_over_best              planner over the fastest of the others, cell by cell
     planner_over_recompute         what asking the store may cost

@@ -106,7 +106,8 @@ class Stage:
 
     @property
     def client(self) -> Client:
-        return self.tables.client
+        client: Client = self.tables.client
+        return client
 
     def close(self) -> None:
         """The engine leaves, the daemon ends."""

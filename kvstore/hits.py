@@ -22,14 +22,17 @@ def count(lease: Lease, block_bytes: int, counters: Counters, meters: Meters, de
         host = min(host, max(planned.decision.load_stop, lease.device))
     loaded = max(0, host - lease.device)
     brought = max(0, min(lease.brought[1], host) - max(lease.brought[0], lease.device))
+    if lease.tail is not None:  # what lies before it was computed
+        loaded = lease.tail.stop - lease.tail.start
+        brought = loaded - lease.tail.on_host
     blocks = {Tier.GPU: lease.device, Tier.HOST: loaded - brought, Tier.NVME: brought}
     if lease.tenant:
         meters.count_hit(lease.tenant, {t: n * lease.block_tokens for t, n in blocks.items()})
     for tier, number in blocks.items():
         counters.hit_blocks_by_tier[tier] += number
     counters.loaded_bytes += loaded * block_bytes
-    counters.hit_blocks += max(lease.device, host)
+    counters.hit_blocks += lease.device + loaded
     if planned is not None:
         start, stop = planned.decision.load_start, planned.decision.load_stop
-        came = max(0, min(stop, host) - start)
+        came = max(0, min(stop, host) - start) if lease.tail is None else loaded
         decisions.ended(planned.id, Outcome(None, came, lease.lagged_s, lease.short))

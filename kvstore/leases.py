@@ -21,7 +21,7 @@ from kvstore.errors import LimitExceeded, NotFound
 from kvstore.intent import Intent
 from kvstore.policy.planned import Planned
 
-__all__ = ["Lease", "LeaseState", "Leases"]
+__all__ = ["Lease", "LeaseState", "Leases", "Tail"]
 
 _NO_TABLE: NDArray[np.uint32] = np.empty(0, np.uint32)
 
@@ -57,6 +57,29 @@ _MOVES = frozenset(
 
 
 @dataclass(slots=True)
+class Tail:
+    """Blocks of a match that were loaded from their end downwards, while those before them were computed.
+
+    Attributes:
+        start, stop: [start, stop) can be copied, and is, as far as its engine does not say otherwise.
+        host: leading blocks of the match that were on HOST when it began.
+    """
+
+    start: int
+    stop: int
+    host: int
+
+    def used_from(self, start: int) -> None:
+        """What lies before `start` is not used after all."""
+        self.start = min(max(self.start, start), self.stop)
+
+    @property
+    def on_host(self) -> int:
+        """Those of [start, stop) that needed no other tier."""
+        return max(0, min(self.host, self.stop) - self.start)
+
+
+@dataclass(slots=True)
 class Lease:
     """One granted prefix, and the block table that grew from it.
 
@@ -71,6 +94,7 @@ class Lease:
         device, host: leading blocks of the match on the device and on HOST, for accounting at its end.
         disk: leading blocks that were on HOST or NVME when it was granted.
         brought: [start, stop) of the match that a fetch brought from NVME; part of `host` since then.
+        tail: loaded instead of what `host` says, None = nothing was asked for in that order.
         state: life cycle.
         tenant, block_tokens: whose hit it will be, in tokens.
         intent: what its engine told of the request.
@@ -90,6 +114,7 @@ class Lease:
     host: int = 0
     disk: int = 0
     brought: tuple[int, int] = (0, 0)
+    tail: Tail | None = None
     state: LeaseState = LeaseState.GRANTED
     tenant: str = ""
     block_tokens: int = 0

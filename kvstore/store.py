@@ -208,6 +208,24 @@ class Store:
         watch = lease.planned.watch(start) if lease.planned is not None else None
         return group.fetches.begin(lease, start, stop, caller.shape, on_progress, watch)
 
+    def fetch_tail(
+        self,
+        caller: Caller,
+        lease_id: int,
+        start: int,
+        stop: int,
+        on_progress: Callable[[Fetching], None] = lambda _: None,
+    ) -> Fetching:
+        """The same from the last block down, for an engine that computes the first ones meanwhile.
+
+        Raises:
+            NotFound: no such lease.
+            BadRequest: the range is not inside the match, or a fetch of this lease is under way.
+        """
+        group = caller.group
+        lease = group.leases.get(caller.session, lease_id)
+        return group.fetches.begin_tail(lease, start, stop, caller.shape, on_progress)
+
     def report(self, caller: Caller, lease_id: int, bad: NDArray[np.uint32]) -> int:
         """Blocks that failed a client's check: verify them here, drop the rotten; how many those were.
 
@@ -225,6 +243,8 @@ class Store:
         # What was not loaded does not count as a hit, whatever the reason.
         lease.host = min(lease.host, int(bad.min()))
         lease.disk = min(lease.disk, int(bad.min()))
+        if lease.tail is not None:
+            lease.tail.used_from(int(bad.max()) + 1)
         most = max(1, REPORT_BYTES_MAX // caller.shape.slot_bytes)
         began_s = self.clock.now()
         some = bad[:most]

@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .account import Account
 from .request import FinishReason, Report, Request
 from .sampler import Sampled, Sampler
-from .tables import Reuse, Table
+from .tables import Joined, Reuse, Table
 
 __all__ = ["Live", "Phase"]
 
@@ -41,8 +42,8 @@ _MOVES = {
 class Live:
     """State of one unfinished request. `order` is its arrival: the smaller, the older.
 
-    `computed` tokens of `tokens` have KV in the table's blocks. Over all its admissions the request computed
-    positions `[first_computed, deepest)`: that tells fresh work from work done again.
+    `computed` tokens of `tokens` have KV in the table's blocks. `account` says where it came from, over all
+    admissions of the request.
     """
 
     request: Request
@@ -54,10 +55,8 @@ class Live:
     phase: Phase = Phase.WAITING
     table: Table | None = None
     computed: int = 0
-    reused: dict[str, int] = field(default_factory=dict)
-    first_computed: int | None = None
-    deepest: int = 0
-    recomputed_tokens: int = 0
+    account: Account = field(default_factory=Account)
+    counted: bool = False
     preemptions: int = 0
     tied_tokens: int = 0
     first_token_s: float | None = None
@@ -100,20 +99,21 @@ class Live:
                 f"{block_tokens} tokens, but never the last token"
             )
         self.computed = reused
+        self.counted = False
         self.move(Phase.RUNNING)
 
     def record_computed(self, count: int) -> None:
         """`count` more tokens have KV."""
-        start, stop = self.computed, self.computed + count
-        first = start if self.first_computed is None else self.first_computed
-        self.recomputed_tokens += max(0, min(stop, self.deepest) - max(start, first))
-        if self.first_computed is None or start < first:
-            # The first chunk behind a reused prefix. After a preemption that prefix may be this request's own
-            # work, so only what lies before everything that it ever computed counts as reused.
-            self.first_computed = start
-            self.reused = dict(self.held().reused_tokens)
-        self.deepest = max(self.deepest, stop)
-        self.computed = stop
+        if not self.counted:  # the first chunk behind a reused prefix: only now it is sure to be used
+            self.counted = True
+            self.account.brought(0, self.held().reused_tokens)
+        self.account.computed(self.computed, self.computed + count)
+        self.computed += count
+
+    def join(self, joined: Joined) -> None:
+        """Computing has met what was loaded behind it."""
+        self.account.brought(self.computed, joined.tokens)
+        self.computed += sum(joined.tokens.values())
 
     def record_token(self, sampled: Sampled, now_s: float) -> None:
         """One more token of output."""
@@ -125,17 +125,22 @@ class Live:
     def report(self, reason: FinishReason, now_s: float) -> Report:
         """The account at the end."""
         size = len(self.request.prompt)
-        first = self.deepest if self.first_computed is None else self.first_computed
         return Report(
             request_id=self.request.id,
             prompt_tokens=size,
-            reused=dict(self.reused),
-            fresh_tokens=max(0, min(self.deepest, size) - first),
-            recomputed_tokens=self.recomputed_tokens,
+            reused=self.account.reused(size),
+            fresh_tokens=self.account.fresh_tokens(size),
+            recomputed_tokens=self.account.recomputed_tokens,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.added_s,
             total_s=now_s - self.added_s,
             tokens=tuple(self.tokens[size:]),
             finish_reason=reason,
             preemptions=self.preemptions,
             tied_tokens=self.tied_tokens,
+            prefill_s=self._prefill_s(),
         )
+
+    def _prefill_s(self) -> float | None:
+        if self.first_token_s is None or self.preemptions:
+            return None
+        return max(0.0, self.first_token_s - self.loading_since_s)

@@ -64,6 +64,7 @@ class Report:
         ttft_s: from `add` to the first token; None when there was none.
         total_s: from `add` to the end.
         tied_tokens: greedy choices between two logits so close that rounding decides.
+        prefill_s: from its admission to the first token; None when there was none, or it was preempted.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class Report:
     finish_reason: FinishReason
     preemptions: int
     tied_tokens: int
+    prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

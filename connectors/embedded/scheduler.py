@@ -25,6 +25,8 @@ class EngineLimits:
         batch_max: requests that hold blocks at once.
         batched_tokens_max: tokens of one step, so also the largest chunk of a prompt; at least batch_max.
         queue_max: unfinished requests in all; `Engine.add` returns False beyond.
+        split_tokens_max: the largest chunk of a prompt whose tail is loading: after each the engine sees how
+            far that has come, so the two miss the best place to meet by half of it.
         load_s_max: a table not ready for so long is given up and its request computed without reuse.
         room_s_max: a request that finds no room for so long while nothing else runs ends with "no_room".
         yield_s_max: how long a preempted request's blocks may take to come back before another is preempted.
@@ -34,13 +36,14 @@ class EngineLimits:
     batch_max: int = 16
     batched_tokens_max: int = 512
     queue_max: int = 1_024
+    split_tokens_max: int = 128
     load_s_max: float = 30.0
     room_s_max: float = 60.0
     yield_s_max: float = 0.1
     step_times_max: int = 4_096
 
     def __post_init__(self) -> None:
-        for field in ("batch_max", "batched_tokens_max", "queue_max", "step_times_max"):
+        for field in ("batch_max", "batched_tokens_max", "queue_max", "split_tokens_max", "step_times_max"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; at least 1 is needed")
         for field in ("load_s_max", "room_s_max", "yield_s_max"):
@@ -92,6 +95,7 @@ class Scheduler:
 
         Begins, grows and finishes tables on the way.
         """
+        self._join_tails()
         decodes, starved = self._decodes()
         if not starved:  # what the youngest gave up is not for the next in the queue
             self._admit()
@@ -104,6 +108,13 @@ class Scheduler:
         limit_s = self._clock() - self._limits.room_s_max
         asking = [live for live in [*self._active, *self._waiting[:1]] if live.no_room_since_s is not None]
         return [live for live in asking if (live.no_room_since_s or 0.0) <= limit_s]
+
+    def _join_tails(self) -> None:
+        for live in self._active:
+            if live.phase is Phase.RUNNING and live.held().tail_tokens:
+                joined = self._tables.join(live.held(), live.computed)
+                if joined is not None:
+                    live.join(joined)
 
     def _decodes(self) -> tuple[list[Work], bool]:
         """Decodes that have room, and whether there was one that had none at first."""
@@ -174,12 +185,21 @@ class Scheduler:
         for live in self._active:
             if live.phase is not Phase.RUNNING or live.order in taken or self._missing_blocks(live) > 0:
                 continue
-            count = min(live.pending, budget)
-            if count == 0:
+            if budget == 0:
                 break
-            work.append(Work(live, count))
-            budget -= count
+            count = self._claimed(live, min(live.pending, budget))
+            if count:  # else a block is just being copied, or its tail about to be joined
+                work.append(Work(live, count))
+                budget -= count
         return work
+
+    def _claimed(self, live: Live, count: int) -> int:
+        """Of the next tokens, those that may be computed in this step."""
+        table = live.held()
+        if not table.tail_tokens:
+            return count
+        wanted = live.computed + min(count, self._limits.split_tokens_max)
+        return self._tables.claim(table, live.computed, wanted) - live.computed
 
     def _preempt(self, live: Live) -> None:
         live.preemptions += 1

@@ -7,6 +7,7 @@
 
 A load copies what is on HOST at once, and the rest as the daemon brings it from the disk, into blocks that
 the table has already; other requests go on meanwhile. What does not come within `Limits.fetch_s` is computed.
+Where the plan says so, nothing is loaded, or only a tail, while its head is computed (splitting.py).
 
 Without a daemon every table is allocated here from blocks that nobody holds, and the engine runs uncached;
 when a daemon is back, `poll` hands it the tables in use (adopt), and once it has them all reuse starts again.
@@ -15,19 +16,21 @@ when a daemon is back, `poll` hands it the tables in use (adopt), and once it ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.keys import KeyChain
-from kvstore.types import Busy, Hit, Reuse, Tier
+from kvstore.intent import Intent
+from kvstore.types import Busy, Choice, Hit, Reuse, Tier
 
+from .handle import Handle
+from .splitting import Split, by_tier
+from .tables import Joined, Table, blocks_for
 from .tables import Reuse as ReuseName
-from .tables import Table, blocks_for
 
 if TYPE_CHECKING:
-    from kvstore.client import Client, Load, Save
+    from kvstore.client import Client
     from kvstore.client import Table as DaemonTable
 
     from .request import Report, StepTime
@@ -38,48 +41,6 @@ __all__ = ["StoreTables"]
 SAVES_PER_TABLE_MAX = 4
 # What one adoption can name; the daemon grows no table beyond it either.
 TABLE_BLOCKS_MAX = 1 << 16
-
-
-@dataclass(slots=True)
-class _Handle:
-    """What StoreTables knows of one table.
-
-    Attributes:
-        tokens: the tokens that the table is for, as far as known.
-        chain: keys of those tokens' full blocks, None when nothing may be reused or no daemon was there.
-        full: leading blocks that hold valid KV.
-        lease: of the table, 0 when it was allocated here.
-        generation: attach that the lease belongs to.
-        committed: of those, leading blocks whose keys the daemon knows.
-        saved: leading blocks handed to a save (or on HOST before).
-        behind: a save is still owed: one was put off, or a new daemon has not got these blocks.
-        sound: after a load with a bad block, leading blocks whose bytes are verified; only those are
-            committed, and nothing is saved (LAWS A4). None: no block was bad (some may never have come).
-        load: the load under way.
-        loading: what it loads.
-        saves: under way, oldest first.
-        finished: only the saves keep the table alive.
-    """
-
-    tokens: Sequence[int]
-    reuse: Reuse
-    chain: KeyChain | None
-    full: int = 0
-    lease: int = 0
-    generation: int = 0
-    committed: int = 0
-    saved: int = 0
-    behind: bool = False
-    sound: int | None = None
-    load: Load | None = None
-    loading: Hit | None = None
-    saves: list[Save] = field(default_factory=list)
-    finished: bool = False
-
-    def may_commit(self, chain: KeyChain | None, stop: int) -> int:
-        """Of the first `stop` blocks, those that have keys and bytes to stand for."""
-        keys = len(chain) if chain is not None else 0
-        return min(stop, keys) if self.sound is None else min(stop, keys, self.sound)
 
 
 class StoreTables:
@@ -97,13 +58,17 @@ class StoreTables:
         self._blocks = blocks
         self._block_tokens = block_tokens
         self._tenant = tenant
-        self._live: dict[int, tuple[Table, _Handle]] = {}
+        self._live: dict[int, tuple[Table, Handle]] = {}
         self.read_only = False
         """Look up and load, but commit and save nothing."""
+        self.force: Choice | None = None
+        """Do this with every match, whatever its plan says (for experiments)."""
         self.on_loaded: Callable[[list[int]], None] | None = None
         """Called with the blocks that a load has just filled (for experiments)."""
         self.dropped_saves: list[str] = []
         """Reasons of saves that did not keep everything, the last 100."""
+        self._plans: dict[str, int] = {}  # of unfinished requests, by their names
+        self._decoding = (0, 0)  # in the latest step: sequences, and tokens of their contexts
         client.on_attach = self._adopt_all
 
     @property
@@ -113,6 +78,11 @@ class StoreTables:
     @property
     def capacity_blocks(self) -> int:
         return min(self._blocks, TABLE_BLOCKS_MAX)
+
+    @property
+    def client(self) -> Client:
+        """Whom it asks."""
+        return self._client
 
     @property
     def attached(self) -> bool:
@@ -126,11 +96,15 @@ class StoreTables:
         chain = self._client.chain(tokens, self._tenant, kind)
         # The last token is always computed: its logits are what was asked for.
         reusable = (len(tokens) - 1) // self._block_tokens
-        found = self._client.lookup(chain, reusable) if chain is not None and reusable else None
+        found = None
+        if chain is not None and reusable:
+            found = self._client.lookup(chain, reusable, self._intent(request_id, len(tokens)))
+            if not isinstance(found, Busy):
+                self._plans[request_id] = found.plan.id if isinstance(found, Hit) else found.plan
         lease = found.lease if isinstance(found, Hit) else 0
         total = blocks_for(len(tokens), self._block_tokens)
         got = self._client.acquire(lease, total)
-        handle = _Handle(tokens, kind, chain)
+        handle = Handle(tokens, kind, chain)
         if isinstance(got, Busy):
             if lease:
                 self._client.release(lease)
@@ -140,20 +114,42 @@ class StoreTables:
         handle.full = handle.committed = got.device
         self._live[id(table)] = (table, handle)
         if isinstance(found, Hit):
-            self._begin_load(handle, found, got)
+            self._begin_load(table, handle, found, got)
         return table
 
-    def _begin_load(self, handle: _Handle, found: Hit, got: DaemonTable) -> None:
-        """Load what the table (newer than the lookup) says is on HOST, and what the lookup saw below."""
-        below = any(span.tier not in (Tier.GPU, Tier.HOST) for span in found.plan.spans)
-        stop = max(got.load_stop, found.plan.load_stop) if below else got.load_stop
-        if stop <= got.load_start:
-            return
-        plan = replace(found.plan, load_start=got.load_start, load_stop=stop)
-        handle.loading, handle.saved = replace(found, plan=plan, slots=got.slots), stop
-        handle.load = self._client.load(handle.loading, got.added[got.load_start : stop])
+    def _intent(self, request_id: str, tokens: int) -> Intent:
+        """What the plan of a request depends on beside its keys."""
+        mode = "" if self.force is None else "recompute" if self.force is Choice.RECOMPUTE else "load"
+        decodes, context = self._decoding
+        return Intent(tokens, request_id, can_split=True, decodes=decodes, decode_context=context, mode=mode)
 
-    def _begin_here(self, handle: _Handle, total: int) -> Table | None:
+    def _begin_load(self, table: Table, handle: Handle, found: Hit, got: DaemonTable) -> None:
+        """Begin what the plan says, from the first block that the device lacks (it may have lost some)."""
+        choice = self.force or found.plan.choice
+        start, stop = got.load_start, self._load_stop(choice, found, got)
+        if stop <= start:
+            return
+        plan = replace(found.plan, load_start=start, load_stop=stop, choice=choice)
+        hit = replace(found, plan=plan, slots=got.slots[: stop - start])
+        if choice is Choice.SPLIT and stop - start > 1:
+            load = self._client.load_tail(hit, got.added[start:stop])
+            handle.split = Split(hit, load, got.generation)
+            table.tail_tokens = stop * self._block_tokens
+        else:
+            handle.loading, handle.saved = hit, stop
+            handle.load = self._client.load(hit, got.added[start:stop])
+
+    def _load_stop(self, choice: Choice, found: Hit, got: DaemonTable) -> int:
+        """Behind the last block to load."""
+        if choice is Choice.RECOMPUTE:
+            return 0
+        if self.force is not None:
+            return found.blocks
+        # What the table (newer than the lookup) says is on HOST, and what the lookup saw below.
+        below = any(span.tier not in (Tier.GPU, Tier.HOST) for span in found.plan.spans)
+        return found.plan.load_stop if below else min(found.plan.load_stop, got.load_stop)
+
+    def _begin_here(self, handle: Handle, total: int) -> Table | None:
         """No daemon: take blocks that no table holds."""
         taken = self._take(total)
         if taken is None:
@@ -188,10 +184,39 @@ class StoreTables:
         handle.full = start + good
         handle.saved = min(handle.saved, start + good)
         if good:
-            for tier, blocks in _by_tier(hit, good).items():
+            for tier, blocks in by_tier(hit, start, start + good).items():
                 table.reused_tokens[tier] = blocks * self._block_tokens
             self._commit(table, handle, start + good)
         return True
+
+    def claim(self, table: Table, computed: int, wanted: int) -> int:
+        split, size = _handle(table).split, self._block_tokens
+        if split is None or computed >= table.tail_tokens:
+            return wanted
+        return max(computed, min(wanted, split.load.claim(blocks_for(wanted, size)) * size))
+
+    def join(self, table: Table, computed: int) -> Joined | None:
+        handle = _handle(table)
+        split, size = handle.split, self._block_tokens
+        result = split.load.poll() if split is not None else None
+        if split is None or result is None:
+            return None
+        if result.bad and handle.sound is None:
+            handle.sound = handle.full  # what is computed by now; LAWS A4 as for any load
+        start, stop = split.stop - result.good, split.stop
+        if computed < start * size:
+            return None  # the load has ended early: what it did not bring is computed first
+        handle.split, table.tail_tokens = None, 0
+        if start == stop:
+            return None
+        if self.on_loaded is not None:
+            self.on_loaded(table.blocks[start:stop])
+        if handle.generation == split.generation:
+            handle.skip = (start, stop)
+        handle.full = stop
+        self._key(handle, handle.tokens[: stop * size])
+        self._commit(table, handle, stop)
+        return Joined({tier: blocks * size for tier, blocks in by_tier(split.hit, start, stop).items()})
 
     def grow(self, table: Table, blocks: int) -> bool:
         handle = _handle(table)
@@ -217,43 +242,51 @@ class StoreTables:
         handle.full, handle.tokens = full, tokens
         if handle.reuse is Reuse.NONE or self.read_only:
             return
-        handle.chain = self._client.chain(tokens[:computed], self._tenant, handle.reuse) or handle.chain
+        self._key(handle, tokens[:computed])
         if handle.chain is None or not self._holds(handle):
             return
         self._commit(table, handle, full)
         self._save(table, handle, full)
 
-    def _holds(self, handle: _Handle) -> bool:
+    def _key(self, handle: Handle, tokens: Sequence[int]) -> None:
+        """Have keys of all full blocks of these tokens."""
+        handle.chain = self._client.chain(tokens, self._tenant, handle.reuse) or handle.chain
+
+    def _holds(self, handle: Handle) -> bool:
         return bool(handle.lease) and handle.generation == self._client.generation
 
-    def _commit(self, table: Table, handle: _Handle, stop: int) -> None:
+    def _commit(self, table: Table, handle: Handle, stop: int) -> None:
         stop = handle.may_commit(handle.chain, stop)
         if self.read_only or handle.chain is None or stop <= handle.committed or not self._holds(handle):
             return
         self._client.commit(handle.lease, handle.chain, handle.committed, stop)
         handle.committed = stop
 
-    def _save(self, table: Table, handle: _Handle, stop: int) -> None:
+    def _save(self, table: Table, handle: Handle, stop: int) -> None:
         """Write blocks through to HOST, in chain order, copied while the next step computes."""
         assert handle.chain is not None
-        start, stop = handle.saved, min(stop, len(handle.chain))
-        if stop <= start or handle.sound is not None:
-            return
-        handle.behind = len(handle.saves) >= SAVES_PER_TABLE_MAX and not handle.finished
-        if handle.behind:
-            return
-        blocks = np.asarray(table.blocks[start:stop], np.uint32)
-        handle.saves.append(self._client.save(handle.chain, start, stop, blocks))
-        handle.saved = stop
+        stop = min(stop, len(handle.chain))
+        for start, last in handle.unsaved(stop):
+            handle.behind = len(handle.saves) >= SAVES_PER_TABLE_MAX and not handle.finished
+            if handle.behind:
+                return
+            blocks = np.asarray(table.blocks[start:last], np.uint32)
+            handle.saves.append((start, self._client.save(handle.chain, start, last, blocks)))
+            handle.saved = last
+        handle.saved = max(handle.saved, stop)
 
     # ---- what the daemon counts and learns from ------------------------------------------------------------
 
     def computed(self, step: StepTime) -> None:
+        self._decoding = (step.decodes, step.decode_context)
         self._client.note_prefill(
             step.prefill_tokens, step.seconds, step.prefill_area, step.decodes, step.decode_context
         )
 
     def ended(self, report: Report) -> None:
+        plan = self._plans.pop(report.request_id, 0)
+        if report.prefill_s is not None:
+            self._client.note_plan(plan, report.prefill_s)
         if report.ttft_s is not None:
             reused = sum(report.reused.values())
             self._client.note_request(self._tenant, report.ttft_s, report.prompt_tokens, reused)
@@ -267,6 +300,10 @@ class StoreTables:
         handle.finished = True
         if handle.load is not None:
             handle.load.cancel()
+        if handle.split is not None:
+            handle.split.load.cancel()
+        if handle.again is not None:
+            handle.saved, handle.behind = min(handle.saved, handle.again), True
         if handle.behind and handle.chain is not None and not self.read_only and self._holds(handle):
             self._save(table, handle, handle.full)
         self._reap(table, handle)
@@ -276,18 +313,23 @@ class StoreTables:
         for table, handle in list(self._live.values()):
             self._reap(table, handle)
 
-    def _reap(self, table: Table, handle: _Handle) -> None:
+    def _reap(self, table: Table, handle: Handle) -> None:
         """Take finished copies; release the table once nothing reads or writes its blocks any more."""
         while handle.saves:
-            result = handle.saves[0].poll()
+            start, save = handle.saves[0]
+            result = save.poll()
             if result is None:
                 break
             handle.saves.pop(0)
+            if result.elsewhere:
+                handle.again = start if handle.again is None else min(start, handle.again)
             if result.dropped:
                 self.dropped_saves = [*self.dropped_saves[-99:], result.reason]
         if not handle.finished:
             return
         if handle.load is not None and handle.load.poll() is None:
+            return
+        if handle.split is not None and handle.split.load.poll() is None:
             return
         if not handle.saves:
             del self._live[id(table)]
@@ -297,7 +339,7 @@ class StoreTables:
     def settle(self, timeout_s: float) -> bool:
         """Wait until every save is done; False at the timeout."""
         for _, handle in list(self._live.values()):
-            for save in handle.saves:
+            for _, save in handle.saves:
                 if save.wait(timeout_s) is None:
                     return False
         self.poll()
@@ -334,23 +376,10 @@ class StoreTables:
                 continue
             handle.lease, handle.generation = got.lease, got.generation
             handle.chain, handle.committed, handle.saved, handle.behind = chain, keys, 0, keys > 0
+            handle.skip = (0, 0)
         return whole
 
 
-def _handle(table: Table) -> _Handle:
-    assert isinstance(table.handle, _Handle)
+def _handle(table: Table) -> Handle:
+    assert isinstance(table.handle, Handle)
     return table.handle
-
-
-def _by_tier(hit: Hit, good: int) -> dict[Tier, int]:
-    """Blocks by the tier they came from, of the first `good` of a hit's load range."""
-    at_once = min(good, len(hit.slots))
-    counts = {Tier.HOST: at_once} if at_once else {}
-    start, stop = hit.plan.load_start + at_once, hit.plan.load_start + good
-    for span in hit.plan.spans:
-        # What was on the device or on HOST when it was looked up, and is not now, has come from NVME.
-        tier = Tier.NVME if span.tier in (Tier.GPU, Tier.HOST) else span.tier
-        blocks = min(stop, span.stop) - max(start, span.start)
-        if blocks > 0:
-            counts[tier] = counts.get(tier, 0) + blocks
-    return counts

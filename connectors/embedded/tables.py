@@ -5,6 +5,9 @@ The engine asks through `Tables` and knows nothing of tiers. What each side may 
 - `begin` names blocks for the whole of `tokens`, reused blocks first. The engine never writes into a block of
   the reused prefix, so those may be shared with other tables.
 - Reuse is whole blocks and at most `len(tokens) − 1` tokens: the last is always computed, for its logits.
+- A table may be split: its head is ready, and its tail, up to `tail_tokens`, is loading. The engine then
+  computes from the front, each chunk only as far as it has claimed; where they meet, `join` names the rest.
+  What it has claimed is its own, anything else may be written to at any time.
 - Until `ready` is True the engine leaves the table's blocks alone, and `reused_tokens` may change.
 - The engine computes only with ready tables, and calls nothing of `Tables` while the model computes.
 - Each table that `begin` returned is finished exactly once: at the end, on abort (also while it loads), on
@@ -14,30 +17,41 @@ The engine asks through `Tables` and knows nothing of tiers. What each side may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from .request import Report, StepTime
 
-__all__ = ["LocalTables", "Reuse", "Table", "Tables", "blocks_for"]
+__all__ = ["Joined", "LocalTables", "Reuse", "Table", "Tables", "blocks_for"]
 
 Reuse = Literal["none", "own", "group"]
 
 
 @dataclass(slots=True)
 class Table:
-    """Blocks of one request, in order of position. `handle` belongs to the Tables that made it."""
+    """Blocks of one request, in order of position. `handle` belongs to the Tables that made it.
+
+    `tail_tokens`: until `join`, what lies before this many tokens is loading from its end; 0 = nothing is.
+    """
 
     blocks: list[int]
     reused_tokens: dict[str, int] = field(default_factory=dict)
     handle: object = None
+    tail_tokens: int = 0
 
     @property
     def reused(self) -> int:
         """Tokens at the front whose KV is in the blocks without having been computed now."""
         return sum(self.reused_tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tail was loaded right behind what is computed: so many tokens by the tier they came from."""
+
+    tokens: Mapping[str, int]
 
 
 class Tables(Protocol):
@@ -63,6 +77,15 @@ class Tables(Protocol):
 
         A load that fails is not an error: `reused_tokens` shrinks to what arrived.
         """
+
+    def claim(self, table: Table, computed: int, wanted: int) -> int:
+        """The engine wants to compute tokens [computed, wanted): up to where it may, now and for ever.
+
+        Less than wanted only while a tail is loading; `computed` = nothing: ask again at the next step.
+        """
+
+    def join(self, table: Table, computed: int) -> Joined | None:
+        """Whether a tail was loaded that begins behind these tokens. It is part of the table from now on."""
 
     def grow(self, table: Table, blocks: int) -> bool:
         """Append this many fresh blocks to `table.blocks`. False: no room, nothing changed."""
@@ -124,6 +147,12 @@ class LocalTables:
 
     def ready(self, table: Table) -> bool:
         return True
+
+    def claim(self, table: Table, computed: int, wanted: int) -> int:
+        return wanted
+
+    def join(self, table: Table, computed: int) -> Joined | None:
+        return None
 
     def grow(self, table: Table, blocks: int) -> bool:
         taken = self._take(blocks)

@@ -2,7 +2,7 @@
 
 effects    what an operation may ask of the world        values     arguments and results
 core       shared state: attachment, leases, copies      face       what both clients show without I/O
-reading, fetching, loading, writing, pooling, asking    the operations, each once, as generators
+reading, fetching, loading, tails, writing, pooling, asking    the operations, each once, as generators
 attach, upkeep                       attach with proof, and the life in the background
 timings                              what was measured here and goes in place of a heartbeat
 wire, sockets                        frames and file descriptors
@@ -15,8 +15,8 @@ from __future__ import annotations
 from kvstore._native import PagedLayout
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
-from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave
-from kvstore.client.threads import Fetch, Load, Save
+from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave, AsyncTailLoad
+from kvstore.client.threads import Fetch, Load, Save, TailLoad
 from kvstore.client.values import (
     Counters,
     FetchResult,
@@ -35,6 +35,7 @@ __all__ = [
     "AsyncFetch",
     "AsyncLoad",
     "AsyncSave",
+    "AsyncTailLoad",
     "Client",
     "Counters",
     "Fetch",
@@ -49,5 +50,6 @@ __all__ = [
     "Role",
     "Save",
     "Table",
+    "TailLoad",
     "default_socket",
 ]

@@ -20,7 +20,7 @@ from kvstore.client import asking, pooling, reading, writing
 from kvstore.client.alink import LoopLink
 from kvstore.client.effects import Op
 from kvstore.client.face import Face, as_blocks, as_keys
-from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave, Tasks
+from kvstore.client.tasks import AsyncFetch, AsyncLoad, AsyncSave, AsyncTailLoad, Tasks
 from kvstore.client.upkeep import upkeep
 from kvstore.client.values import Reservation, Table
 from kvstore.intent import Intent
@@ -142,6 +142,20 @@ class AsyncClient(Face):
         """
         self._check()
         return AsyncLoad(self._tasks, self._begin_load(hit, blocks))
+
+    def load_tail(self, hit: Hit, blocks: U32) -> AsyncTailLoad:
+        """Begin to copy a hit's load range from its last block down; the caller computes from its first.
+
+        What has no slot in the hit is fetched in that order; it ends where the two meet, and has no deadline.
+
+        Args:
+            hit, blocks: as for `load`. The caller writes a block only after it has claimed it.
+
+        Raises:
+            BadRequest: blocks is malformed.
+        """
+        self._check()
+        return AsyncTailLoad(self._tasks, self._begin_tail(hit, blocks))
 
     def load_slots(self, slots: U32, keys: U8, blocks: U32) -> AsyncLoad:
         """Same for a worker whose scheduler holds the lease; the scheduler reports bad blocks (`report`).

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvstore import _native
 from kvstore.client.core import Core
 from kvstore.client.loading import Loading
+from kvstore.client.tails import TailLoading
 from kvstore.client.values import Counters, KVMemory, Limits, PoolSpec, Role, Setup
 from kvstore.errors import BadRequest, KVStoreError
 from kvstore.keys import KeyChain
@@ -273,6 +274,21 @@ class Face:
             )
         loading = Loading(core, grant.attachment, hit.lease, start, keys, target)
         loading.begin(hit.ready, hit.slots)
+        return loading
+
+    def _begin_tail(self, hit: Hit, blocks: object) -> TailLoading:
+        """A hit's load range from its end; nothing is copied before the daemon was asked."""
+        core, start, stop = self._core, hit.plan.load_start, hit.plan.load_stop
+        target = as_blocks(core, blocks, stop - start)
+        grant = core.leases.get(hit.lease)
+        if grant is None or grant.chain is None:
+            return TailLoading.refuse_tail(core, start, stop - start, "the lease is not held any more")
+        keys = grant.chain.keys[start:stop]
+        if len(keys) != stop - start:
+            raise BadRequest(f"hit: a load of blocks {start} to {stop} of {len(grant.chain)}")
+        core.counters.loads += 1
+        loading = TailLoading(core, grant.attachment, hit.lease, start, keys, target)
+        loading.refused = core.full
         return loading
 
     def _begin_load_slots(self, slots: U32, keys: U8, blocks: object) -> Loading:

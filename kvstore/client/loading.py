@@ -25,7 +25,7 @@ from kvstore.client.reading import report
 from kvstore.client.values import STATUS_NAMES, LoadResult
 from kvstore.errors import KVStoreError, LimitExceeded, Unavailable
 
-__all__ = ["Loading", "load"]
+__all__ = ["Loading", "count_bad", "load"]
 
 U32 = NDArray[np.uint32]
 U8 = NDArray[np.uint8]
@@ -55,7 +55,10 @@ class Loading(Arrived):
 
     Attributes:
         refused: why it did not begin, "" = it has.
+        pieces_max: copies at once.
     """
+
+    pieces_max = _PIECES_MAX
 
     def __init__(
         self, core: Core, attachment: Attachment | None, lease: int, first: int, keys: U8, blocks: U32
@@ -123,12 +126,17 @@ class Loading(Arrived):
             except (Unavailable, LimitExceeded) as error:
                 self.refused = str(error)
 
+    @property
+    def _waits(self) -> bool:
+        """What has come waits to be copied."""
+        return self.reached > self.first + self._submitted and not self.unwanted
+
     def use(self) -> Op[None]:
         """Take what is copied, begin to copy what has come; waits where too much is under way."""
         self.progress()  # before the daemon can go away
         while self._pieces and self._ended(self._pieces[0]):
             yield from self.collect()
-        if len(self._pieces) >= _PIECES_MAX and self.reached > self.first + self._submitted:
+        if len(self._pieces) >= self.pieces_max and self._waits:
             yield from self.collect()
         self._submit()
 
@@ -142,8 +150,13 @@ class Loading(Arrived):
             return
         slots = np.concatenate(self._parts)
         self._parts.clear()
+        self._submit_piece(self._attachment, slots)
+
+    def _submit_piece(self, attachment: Attachment, slots: U32) -> None:
+        """The next blocks lie in `slots`."""
+        start, stop = self._submitted, self._submitted + len(slots)
         keys = np.ascontiguousarray(self._keys[start:stop])
-        job = self._core.submit_load(self._attachment, self._blocks[start:stop], slots, keys)
+        job = self._core.submit_load(attachment, self._blocks[start:stop], slots, keys)
         self._submitted = stop
         self._pieces.append(_Piece(job, start, stop))
         self._cancel_unwanted(job)
@@ -177,7 +190,7 @@ class Loading(Arrived):
     def finish(self) -> Op[str]:
         """Copy the rest of what has come, await every copy; why something could not be copied."""
         reason = ""
-        while self._pieces or (self.reached > self.first + self._submitted and not self.unwanted):
+        while self._pieces or self._waits:
             try:
                 self._submit()
             except KVStoreError as error:
@@ -202,7 +215,7 @@ def load(core: Core, loading: Loading) -> Op[LoadResult]:
     good = int(wrong[0]) if wrong.size else loading.count
     core.counters.blocks_loaded += good
     if wrong.size:
-        names = _count_bad(core, status[wrong])
+        names = count_bad(core, status[wrong])
         rotten = np.flatnonzero((status == _native.STALE) | (status == _native.CORRUPT))
         if rotten.size and loading.lease and not loading.lost:
             yield from report(core, loading.lease, (rotten + loading.first).tolist())
@@ -211,7 +224,7 @@ def load(core: Core, loading: Loading) -> Op[LoadResult]:
     return LoadResult(good, status, loading.reached - loading.first, loading.bytes, loading.seconds, why)
 
 
-def _count_bad(core: Core, status: U8) -> str:
+def count_bad(core: Core, status: U8) -> str:
     """Count blocks that did not come; "2 stale, 1 dropped"."""
     values, counts = np.unique(status, return_counts=True)
     names = {STATUS_NAMES.get(int(v), "unknown"): int(c) for v, c in zip(values, counts, strict=True)}

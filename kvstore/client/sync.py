@@ -19,7 +19,7 @@ from kvstore.client import asking, pooling, reading, writing
 from kvstore.client.effects import Op
 from kvstore.client.face import Face, as_blocks, as_keys
 from kvstore.client.link import ThreadLink
-from kvstore.client.threads import Fetch, Load, Save, Threads
+from kvstore.client.threads import Fetch, Load, Save, TailLoad, Threads
 from kvstore.client.upkeep import upkeep
 from kvstore.client.values import Reservation, Table
 from kvstore.intent import Intent
@@ -136,6 +136,20 @@ class Client(Face):
         """
         self._check()
         return Load(self._threads, self._begin_load(hit, blocks))
+
+    def load_tail(self, hit: Hit, blocks: U32) -> TailLoad:
+        """Begin to copy a hit's load range from its last block down; the caller computes from its first.
+
+        What has no slot in the hit is fetched in that order; it ends where the two meet, and has no deadline.
+
+        Args:
+            hit, blocks: as for `load`. The caller writes a block only after it has claimed it.
+
+        Raises:
+            BadRequest: blocks is malformed.
+        """
+        self._check()
+        return TailLoad(self._threads, self._begin_tail(hit, blocks))
 
     def load_slots(self, slots: U32, keys: U8, blocks: U32) -> Load:
         """Same for a worker whose scheduler holds the lease; the scheduler reports bad blocks (`report`).

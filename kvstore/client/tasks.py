@@ -16,11 +16,12 @@ from kvstore.client.core import Core
 from kvstore.client.effects import Call, Connect, Effect, Hear, Job, Op, Outcome, Watch, Work
 from kvstore.client.fetching import Arrived, fetch
 from kvstore.client.loading import Loading, load
+from kvstore.client.tails import TailLoading, load_tail
 from kvstore.client.values import FetchResult, LoadResult
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.types import SaveResult
 
-__all__ = ["AsyncFetch", "AsyncLoad", "AsyncPending", "AsyncSave", "Tasks"]
+__all__ = ["AsyncFetch", "AsyncLoad", "AsyncPending", "AsyncSave", "AsyncTailLoad", "Tasks"]
 
 T = TypeVar("T")
 U32 = NDArray[np.uint32]
@@ -199,6 +200,38 @@ class AsyncLoad(AsyncPending[LoadResult]):
         now = result.good if result is not None else self._loading.progress()
         self._reached = max(self._reached, now)
         return self._reached
+
+    def cancel(self) -> None:
+        """Blocks not yet begun are dropped, no more are fetched; the load still ends by itself, soon."""
+        if not self.done:
+            self._loading.cancel()
+
+
+class AsyncTailLoad(AsyncPending[LoadResult]):
+    """A load from its last block down; its caller computes from the first one up, and claims what it writes.
+
+    Blocks that are not claimed hold undefined bytes until it is done. `good` and `arrived` of its result are
+    counted from the end; `status` is in chain order.
+    """
+
+    def __init__(self, driver: Tasks, loading: TailLoading) -> None:
+        self._loading = loading
+        super().__init__(driver, load_tail(driver.core, loading))
+
+    @property
+    def lowest(self) -> int:
+        """Blocks from here to the end of the load range are copied and verified."""
+        result = self.poll()
+        return self._loading.top - result.good if result is not None else self._loading.lowest
+
+    def claim(self, stop: int) -> int:
+        """Claim blocks of the chain before `stop` for computing.
+
+        Returns:
+            Before which block the caller may write, once and for all; below `stop` where the load has claimed
+            the next one. It comes, or is given back, within the time of a copy: ask again.
+        """
+        return self._loading.claim(stop)
 
     def cancel(self) -> None:
         """Blocks not yet begun are dropped, no more are fetched; the load still ends by itself, soon."""

@@ -254,6 +254,11 @@ class LoadResult:
     seconds: float
     reason: str = ""
 
+    @property
+    def bad(self) -> int:
+        """Blocks whose copy failed its check."""
+        return int(np.isin(self.status, (STALE, CORRUPT)).sum())
+
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:

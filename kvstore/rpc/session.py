@@ -244,21 +244,27 @@ class Session:
         return found(self.store.extend(caller, body.lease, positions, keys))
 
     def _fetch(self, caller: Caller, body: m.Fetch) -> m.Fetched:
-        told = body.start
+        first, last = (body.stop, body.start) if body.descending else (body.start, body.stop)
+        told = first
 
         def tell(fetching: Fetching) -> None:
             nonlocal told
-            runs = fetching.runs(told, fetching.ready)
+            runs = fetching.news(told)
             told = fetching.ready
-            self._reply(0, m.Progress(body.lease, fetching.ready, fetching.stop, runs))
+            self._reply(0, m.Progress(body.lease, fetching.ready, fetching.end, runs))
             if fetching.reason and fetching.over:
                 log.info("fetch ended short", **self.who, lease=body.lease, reason=fetching.reason)
 
-        fetching = self.store.fetch(caller, body.lease, body.start, body.stop, tell)
+        begin = self.store.fetch_tail if body.descending else self.store.fetch
+        fetching = begin(caller, body.lease, body.start, body.stop, tell)
         told = fetching.ready
-        if fetching.over and told < body.stop:  # ended short already: the client hears that before the reply
+        if fetching.over and told != last:  # ended short already: the client hears that before the reply
             self._reply(0, m.Progress(body.lease, told, told, b""))
-        return m.Fetched(told, fetching.runs(body.start, told))
+        return m.Fetched(told, fetching.news(first))
+
+    def _enough(self, caller: Caller, body: m.Enough) -> m.Done:
+        caller.group.fetches.enough(caller.group.leases.get(caller.session, body.lease), body.start)
+        return m.Done()
 
     def _report(self, caller: Caller, body: m.Report) -> m.Done:
         dropped = self.store.report(caller, body.lease, as_numbers(body.bad, "bad"))
@@ -378,6 +384,7 @@ _ATTACHED: dict[type, Callable[[Session, Caller, Any], m.Reply]] = {
     m.Lookup: Session._lookup,
     m.Extend: Session._extend,
     m.Fetch: Session._fetch,
+    m.Enough: Session._enough,
     m.Report: Session._report,
     m.Release: Session._release,
     m.Reserve: Session._reserve,

@@ -128,6 +128,18 @@ class SessionDriver:
         last = len(lease.nodes) if stop is None else stop
         return self.store.fetch(self.caller, lease.id, start, last, on_progress)
 
+    def fetch_tail(
+        self,
+        lease: Lease,
+        start: int = 0,
+        stop: int | None = None,
+        on_progress: Callable[[Fetching], None] = lambda _: None,
+    ) -> Fetching:
+        """The same from the last block down."""
+        self.heartbeat()
+        last = len(lease.nodes) if stop is None else stop
+        return self.store.fetch_tail(self.caller, lease.id, start, last, on_progress)
+
     def release(self, lease: Lease) -> tuple[Demotion, ...]:
         """End a lease; orders that an owned pool gives."""
         self.heartbeat()

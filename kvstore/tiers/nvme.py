@@ -205,6 +205,10 @@ class NvmeTier:
         """Nobody waits for a promotion any more."""
         self._promotions.give_up(promotion, reason)
 
+    def shorten(self, promotion: Promotion, stop: int, reason: str) -> None:
+        """See Promotions.shorten."""
+        self._promotions.shorten(promotion, stop, reason)
+
     def abandon(self, promotion: Promotion, reason: str) -> None:
         """A promotion lags: whoever waits goes on with what arrived."""
         self._promotions.abandon(promotion, reason)
@@ -251,12 +255,14 @@ class NvmeTier:
 
     # ---- reading -----------------------------------------------------------------------------------------
 
-    def promote(self, nodes: U32, shape: SlotFormat, on_change: Callable[[Promotion], None]) -> Promotion:
-        """Bring a part of a chain to HOST; its blocks before `nodes[0]` are there.
+    def promote(
+        self, nodes: U32, shape: SlotFormat, on_change: Callable[[Promotion], None], pieces: U32 | None = None
+    ) -> Promotion:
+        """Bring a part of a chain to HOST; its blocks before `nodes[0]`, and before each piece, are there.
 
         The caller's lease keeps the chain. See kvstore/tiers/promotions.py.
         """
-        promotion = self._promotions.begin(nodes, shape, on_change)
+        promotion = self._promotions.begin(nodes, shape, on_change, pieces)
         self.on_change()  # making room may have evicted
         return promotion
 

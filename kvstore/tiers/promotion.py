@@ -1,4 +1,8 @@
-"""One part of a chain on its way from the disk to HOST: see kvstore/tiers/promotions.py."""
+"""One part of a chain on its way from the disk to HOST: see kvstore/tiers/promotions.py.
+
+Its nodes come in chain order, or in pieces, each in chain order: then the pieces are brought one after
+another, and what is said of chain order holds inside of each.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ class Promotion:
     """One part of a chain.
 
     Attributes:
-        nodes: (n,) in chain order.
+        nodes: (n,) in chain order, or piece by piece.
         on_change: told after each change, on the loop.
         reached: leading nodes that are on HOST.
         stop: where it ends, at first n; lowered by a bad record, a full HOST, or whoever gives it up.
@@ -35,6 +39,7 @@ class Promotion:
         heard_s: when it last got further.
         cancelled: what it has at the disk is not wanted by anybody.
         told: (reached, stop) that `on_change` was told last.
+        pieces: ascending, the positions at which another piece begins; the first begins at 0.
     """
 
     nodes: U32
@@ -52,6 +57,7 @@ class Promotion:
     abandoned: bool = False
     cancelled: bool = False
     told: tuple[int, int] = (0, 0)
+    pieces: U32 = field(default_factory=lambda: np.empty(0, np.uint32))
     jobs: dict[int, U32] = field(default_factory=dict)
     """Job → the positions that it reads, in order."""
 
@@ -64,6 +70,16 @@ class Promotion:
     def left_bytes(self) -> int:
         """What the disk has still to bring for it."""
         return (max(0, self.stop - self.issued) + self.flying) * self.shape.length
+
+    def piece_stop(self, position: int) -> int:
+        """Where the piece that `position` is in ends."""
+        behind = int(np.searchsorted(self.pieces, position, "right"))
+        return int(self.pieces[behind]) if behind < len(self.pieces) else len(self.nodes)
+
+    def runs(self, positions: U32) -> list[U32]:
+        """Ascending positions, cut wherever the chain does not go on from one to the next."""
+        ends = (np.diff(positions) != 1) | np.isin(positions[1:], self.pieces)
+        return np.split(positions, np.flatnonzero(ends) + 1)
 
     def cut(self, stop: int, reason: str) -> None:
         """It ends at `stop` (never before what was reached)."""

@@ -1,7 +1,7 @@
 """Promotions: parts of chains on their way from the disk to HOST.
 
     begin → slots are reserved, records are read into them, a window at a time
-    landed → published in chain order, whatever order the disk answers in
+    landed → published in chain order (piece by piece: promotion.py), whatever order the disk answers in
     over   → all of it is on HOST, or what could be; nothing that was begun is left half way
 
 Several promotions may want the same block: the first reads it, the others wait for it (as for a block that an
@@ -100,7 +100,9 @@ class Promotions:
         nodes, self._promoted = np.concatenate(self._promoted), []
         return self._index.keys(nodes[self._host.readable(nodes)])
 
-    def begin(self, nodes: U32, shape: SlotFormat, on_change: Callable[[Promotion], None]) -> Promotion:
+    def begin(
+        self, nodes: U32, shape: SlotFormat, on_change: Callable[[Promotion], None], pieces: U32 | None = None
+    ) -> Promotion:
         """Start to bring `nodes` to HOST; what is there already has been reached when this returns."""
         n, now_s = len(nodes), self._clock.now()
         ahead = self.ahead_bytes(n * shape.length)
@@ -108,6 +110,8 @@ class Promotions:
         promotion = Promotion(
             nodes, shape, on_change, now_s, n, np.full(n, NONE, np.uint32), np.zeros(n, np.bool_), measured
         )
+        if pieces is not None:
+            promotion.pieces = pieces
         self._running.append(promotion)
         self._advance(promotion)
         promotion.told = (promotion.reached, promotion.stop)
@@ -120,6 +124,17 @@ class Promotions:
         self._stop(promotion, reason)
         self._hand_over()
         self._forget_ended()
+
+    def shorten(self, promotion: Promotion, stop: int, reason: str) -> None:
+        """Nobody waits for `stop` and what is behind: it is cancelled as far as the disk has not begun."""
+        if promotion.over or stop <= promotion.reached:
+            self.give_up(promotion, reason)
+            return
+        promotion.cut(stop, reason)
+        promotion.told = (promotion.reached, promotion.stop)
+        for job, positions in promotion.jobs.items():
+            if len(positions) and int(positions[0]) >= stop:
+                self._disk.cancel(job)
 
     def abandon(self, promotion: Promotion, reason: str) -> None:
         """It lags: whoever waits goes on with what arrived; the rest as for `give_up`."""
@@ -272,7 +287,7 @@ class Promotions:
     def _ask(self, promotion: Promotion, to: int) -> bool:
         """Reserve slots up to block `to` and read into them; False when there is no more room now."""
         start = promotion.issued
-        most = min(to, start + KEYS_MAX) - start
+        most = min(to, start + KEYS_MAX, promotion.piece_stop(start)) - start
         got = self._read(promotion, start, start + most)
         promotion.issued += got
         if got < most:
@@ -285,8 +300,7 @@ class Promotions:
         """Read blocks [start, stop) that nobody else is bringing; of how many leading ones it is known now
         who does. None of them is ours yet."""
         part = promotion.nodes[start:stop]
-        parent = int(promotion.nodes[start - 1]) if start else self._index.parent(int(part[0]))
-        keys, now_s = self._index.keys(part), self._clock.now()
+        parent, keys, now_s = self._index.parent(int(part[0])), self._index.keys(part), self._clock.now()
         got = self._host.reserve(parent, keys, promotion.shape, now_s, self._stall_s, OWNER)
         mine = np.flatnonzero(got.slots != NONE)
         positions = (start + mine).astype(np.uint32)
@@ -319,13 +333,13 @@ class Promotions:
         waiting = ~promotion.landed[at:to] & (promotion.slots[at:to] == NONE)
         waiting &= ~self._host.readable(promotion.nodes[at:to])
         positions = at + np.flatnonzero(waiting)
-        ends = np.flatnonzero(np.diff(positions) != 1) + 1
-        for run in np.split(positions, np.union1d(ends, np.arange(0, len(positions), KEYS_MAX)[1:])):
-            if not len(run) or int(run[0]) >= promotion.stop:
-                return
-            got = self._read(promotion, int(run[0]), int(run[-1]) + 1)
-            if got < len(run):
-                promotion.cut(int(run[got]), _NO_ROOM)
+        for run in promotion.runs(positions.astype(np.uint32)):
+            for part in np.split(run, np.arange(KEYS_MAX, len(run), KEYS_MAX)):
+                if not len(part) or int(part[0]) >= promotion.stop:
+                    return
+                got = self._read(promotion, int(part[0]), int(part[-1]) + 1)
+                if got < len(part):
+                    promotion.cut(int(part[got]), _NO_ROOM)
 
     def _publish(self, promotion: Promotion) -> None:
         """Make what has landed readable, from the front, and see what others have brought."""

@@ -154,7 +154,9 @@ REQUESTS: list[tuple[m.Request, str]] = [
             "1718191a1b1c1d1e1f"
         ),
     ),
-    (m.Fetch(7, 0, 12), "92cd012c94a5666574636807000c"),
+    (m.Fetch(7, 0, 12), "92cd012c95a5666574636807000cc2"),
+    (m.Fetch(7, 4, 12, descending=True), "92cd012c95a5666574636807040cc3"),
+    (m.Enough(7, 9), "92cd012c93a6656e6f7567680709"),
     (m.Report(7, u32(5)), "92cd012c93a67265706f727407c40405000000"),
     (m.Release(7), "92cd012c92a772656c6561736507"),
     (

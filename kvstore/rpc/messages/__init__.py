@@ -9,7 +9,8 @@ little-endian bytes (uint32 unless said otherwise), keys as 32 bytes each. Block
     Prove → store pattern ─────────────────▶ reads the canonical slot, writes another pattern
     Proved ← loads it, compares              the session may now look up and save
     Pool                                     an engine's device pool, owned or borrowed
-    Lookup, Extend, Fetch, Report, Release   reading
+    Lookup, Extend, Fetch, Enough,           reading
+    Report, Release
     Reserve, Publish, Abort                  writing
     Acquire, Commit, Adopt, Observe          the device pool
     Flush                                    the disk
@@ -36,6 +37,7 @@ from kvstore.rpc.messages.blocks import (
     NO_INTENT,
     Abort,
     Demote,
+    Enough,
     Extend,
     Fetch,
     Fetched,
@@ -91,6 +93,7 @@ __all__ = [
     "Committed",
     "Demote",
     "Done",
+    "Enough",
     "Explain",
     "Explained",
     "Extend",
@@ -149,6 +152,7 @@ Request = (
     | Lookup
     | Extend
     | Fetch
+    | Enough
     | Report
     | Release
     | Reserve

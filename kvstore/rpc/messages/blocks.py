@@ -8,6 +8,7 @@ __all__ = [
     "NO_INTENT",
     "Abort",
     "Demote",
+    "Enough",
     "Extend",
     "Fetch",
     "Fetched",
@@ -97,19 +98,25 @@ class Fetch(Message, tag="fetch", frozen=True):
     """Bring blocks [start, stop) of a lease to where the engine can copy them. Reply: Fetched.
 
     One at a time for a lease, and none after one that the disk has stalled. It ends with its lease, and is
-    never cancelled by itself: whoever does not want the rest releases the lease.
+    never cancelled by itself: whoever does not want the rest releases the lease, or says Enough.
+
+    Attributes:
+        descending: the last blocks first, for an engine that computes the first ones meanwhile. What its
+            lease counts as loaded is then what such fetches named, as far as Enough does not take it back.
     """
 
     lease: int
     start: int
     stop: int
+    descending: bool = False
 
 
 class Fetched(Message, tag="fetched", frozen=True):
     """[start, ready) can be copied now, from these runs; the rest follows as Progress notices.
 
     `ready` == the `stop` that was asked for: that was all, no notice follows. Otherwise at least one does;
-    only one that ends the fetch at this same `ready` may come before this reply.
+    only one that ends the fetch at this same `ready` may come before this reply. Descending: [ready, stop),
+    and `ready` == the `start` that was asked for is the end.
     """
 
     ready: int
@@ -117,21 +124,32 @@ class Fetched(Message, tag="fetched", frozen=True):
 
 
 class Progress(Message, tag="progress", frozen=True):
-    """Notice (id 0): how far a fetch has come, in chain order.
+    """Notice (id 0): how far a fetch has come, in chain order; from its last block down when descending.
 
     Attributes:
         lease: whose fetch.
-        ready: blocks before this one can be copied; never less than before.
+        ready: blocks before this one can be copied; never less than before. Descending: from this one on;
+            never more than before.
         stop: where the fetch will end. Lower than before when something is in the way: a block that is bad
             or gone, a disk that stalls, no room on HOST. `ready` == `stop` ends the fetch; what was named so
-            far is good.
-        runs: slots of the blocks from the last `ready` on, packed.
+            far is good. Descending: the lowest block that it will bring, higher than before in that case.
+        runs: slots of the blocks between the last `ready` and this one, packed, in chain order.
     """
 
     lease: int
     ready: int
     stop: int
     runs: bytes
+
+
+class Enough(Message, tag="enough", frozen=True):
+    """Of a descending fetch no block below `start` is used any more: computing has met it. Reply: Done.
+
+    It ends there, if it has not ended before. The last one says what was loaded, for the accounts.
+    """
+
+    lease: int
+    start: int
 
 
 class Report(Message, tag="report", frozen=True):

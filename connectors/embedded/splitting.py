@@ -1,0 +1,61 @@
+"""A split: the tail of a match is loading, from its last block down, while its head is computed.
+
+    begin    StoreTables begins the load of everything that the device lacks, descending
+    claim    before each chunk the engine claims its blocks; the load claims what it is about to copy
+    join     they have met: what was loaded follows what was computed, and all of it is committed
+
+Where they meet is found, not planned: a load that is faster than predicted gets further down, one that is
+slower, fails or stalls leaves more to compute. Until then nothing behind the computed part has a key on the
+device, so nobody can match it. A block is written by one of the two only: kvstore/client/tails.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.types import Hit, Tier
+
+if TYPE_CHECKING:
+    from kvstore.client import TailLoad
+
+__all__ = ["Split", "by_tier"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Of one table.
+
+    Attributes:
+        hit: what is loaded, at most.
+        load: the load; it ends by itself where computing meets it.
+        generation: attach that it belongs to.
+    """
+
+    hit: Hit
+    load: TailLoad
+    generation: int
+
+    @property
+    def stop(self) -> int:
+        """Behind the last block of the tail."""
+        return self.hit.plan.load_stop
+
+
+def by_tier(hit: Hit, start: int, stop: int) -> dict[Tier, int]:
+    """Blocks [start, stop) of a hit's load range by the tier they came from."""
+    counts: dict[Tier, int] = {}
+    for block in range(start, stop):
+        tier = _tier(hit, block)
+        counts[tier] = counts.get(tier, 0) + 1
+    return counts
+
+
+def _tier(hit: Hit, block: int) -> Tier:
+    if block < hit.ready:
+        return Tier.HOST
+    for span in hit.plan.spans:
+        # What was on the device or on HOST when it was looked up, and is not now, has come from NVME.
+        if span.start <= block < span.stop and span.tier not in (Tier.GPU, Tier.HOST):
+            return span.tier
+    return Tier.NVME
