@@ -27,6 +27,7 @@ from kvstore.intent import Intent
 from kvstore.keep.keeping import Keeping
 from kvstore.keys import KEY_BYTES
 from kvstore.leases import Lease
+from kvstore.matching import touch, walk_of
 from kvstore.memory import open_disk, open_memory
 from kvstore.outcomes import Match, Published, Reservation
 from kvstore.planning import Held
@@ -124,7 +125,7 @@ class Store:
         """
         group = caller.group
         group.root_of(caller, root)
-        walk = _walk(group, root, blocks, positions, keys)
+        walk = walk_of(group, root, blocks, positions, keys)
         group.count_lookup(group.tenant_of(caller, root), blocks, caller.layout)
         return self._match(caller, None, root, blocks, walk, intent)
 
@@ -134,7 +135,7 @@ class Store:
         """Second trip: the keys of the gap. The lease moves to the deeper node, or stays where it is."""
         group = caller.group
         lease = group.leases.get(caller.session, lease_id)
-        walk = _walk(group, lease.root, lease.blocks_max, positions, keys)
+        walk = walk_of(group, lease.root, lease.blocks_max, positions, keys)
         return self._match(caller, lease, lease.root, lease.blocks_max, walk, lease.intent)
 
     def _match(
@@ -167,7 +168,7 @@ class Store:
             group.leases.repin(lease, int(nodes[-1]))
         lease.device, lease.host, lease.disk = held.device, held.host, held.disk
         group.counters.matches += 1
-        _touch(caller, nodes, held.host)
+        touch(caller, nodes, held.host)
         digest = group.index.digest(walk, length)
         if first and walk.gap_stop > walk.depth == length:  # it will extend: then it is planned
             return Match(lease, walk.depth, walk.gap_stop, digest, _ASKED_ON, b"")
@@ -382,29 +383,9 @@ class Store:
                 raise RuntimeError(f"group {name}: {error}") from error
 
 
-def _touch(caller: Caller, nodes: NDArray[np.uint32], on_host: int) -> None:
-    """A chain was found: it is among the last to leave any tier, and the disk may want what it refused."""
-    group, deepest = caller.group, int(nodes[-1])
-    group.host.touch(deepest)
-    caller.engine.device.touch(deepest)
-    if group.nvme.touch(nodes) and on_host:
-        group.offer(int(nodes[on_host - 1]), caller.shape, caller.layout.block_tokens, reused=True)
-
-
 def _named(progress: ShowProgress, name: str) -> Callable[[int, int], None]:
     return lambda done, total: progress(name, done, total)
 
 
 def _nothing() -> NDArray[np.uint32]:
     return np.empty(0, np.uint32)
-
-
-def _walk(
-    group: Group, root: bytes, blocks: int, positions: NDArray[np.uint32], keys: NDArray[np.uint8]
-) -> Walk:
-    if not 0 <= blocks < NONE:
-        raise BadRequest(f"blocks: need 0 to {NONE - 1}, got {blocks}")
-    try:
-        return group.index.walk(root, blocks, positions, keys)
-    except ValueError as error:
-        raise BadRequest(f"keys: {error}") from None

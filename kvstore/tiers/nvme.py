@@ -193,8 +193,7 @@ class NvmeTier:
         return self._promotions.take_promoted()
 
     def observe(self, on_transfer: Callable[[Transfer], None], on_lag: Callable[[str], None]) -> None:
-        """From now on tell of each promotion, when it ends, what it teaches of this disk's speed; and why one
-        was abandoned."""
+        """Tell what each promotion that ends teaches of this disk's speed, and why one was abandoned."""
         self._promotions.on_transfer, self._promotions.on_lag = on_transfer, on_lag
 
     def ahead_bytes(self, size_bytes: int) -> int:

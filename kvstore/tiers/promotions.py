@@ -63,13 +63,12 @@ class Promotions:
         self._by_job: dict[int, Promotion] = {}
         self._pacing = Pacing[Promotion]()
         self._pace: Alarm | None = None
-        self._alarms = alarms
-        self._brought_bytes = 0
+        self._alarms, self._brought_bytes = alarms, 0
         self._freed = False
         self.on_transfer: Callable[[Transfer], None] = _nothing_learnt
         """Called once for each promotion that read something, before its end is told to anybody."""
         self.on_lag: Callable[[str], None] = _nothing_learnt
-        """Called with the reason when a promotion is abandoned, whether it read something or not."""
+        """Called with the reason when a promotion is abandoned."""
         self.on_due: Callable[[], None] = _nothing
         """Called when what was held back has arrived: it has to come to `go_on`."""
 
