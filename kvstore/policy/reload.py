@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.policy.lag import LAG_SHARE, LagRule
 from kvstore.policy.ways import Prefill, ReloadQuestion, Terms, Way
@@ -137,6 +137,7 @@ def fixed(question: ReloadQuestion, choice: Choice) -> Decision:
     """
     if choice is Choice.SPLIT:
         raise ValueError("choice: a split needs a comparison")
+    question = replace(question, ways=tuple(replace(way, doubted="") for way in question.ways))
     device = question.device
     stop = question.ways[-1].span.stop if question.ways and choice is Choice.LOAD else device
     made = Choice.LOAD if stop > device else Choice.RECOMPUTE

@@ -1,7 +1,7 @@
 """Whether what is predicted of a source is believed: lost at once, regained by cheap probes.
 
-    TRUSTED ──a load that disappoints──→ DOUBTED ──3 probes in a row as predicted──→ TRUSTED
-                                         DOUBTED ──a probe that is slower, fails, or does not end──→ DOUBTED
+    TRUSTED ──a load that disappoints──→ DOUBTED ──3 in a row as predicted, probes or loads──→ TRUSTED
+                                         DOUBTED ──one that is slower, fails, or does not end──→ DOUBTED
 
 While it is doubted no request waits for it. Trust is about predictions, not about speed: a disk that became
 slow and stays slow is believed again once the rates have learnt it, and then the plan itself says no.
@@ -104,6 +104,9 @@ class Trust:
             return False
         if self.trusted:
             self._wait(_WAIT_S_MIN)  # it was just heard
+        else:  # somebody waited in spite of the doubt, or had begun before it: as good as a probe
+            self._good += 1
+            self._believe_again()
         return True
 
     def abandoned(self, reason: str, now_s: float) -> None:
@@ -145,9 +148,7 @@ class Trust:
         else:
             self._good += 1
             self._wait(min(_WAIT_S_MAX, max(_WAIT_S_MIN, 2 * self._wait_s)) if self.trusted else 0.0)
-        if self._good >= PROBES_GOOD and not self.trusted:
-            self.state = TrustState.TRUSTED
-            self._wait(_WAIT_S_MIN)
+        self._believe_again()
 
     def report(self) -> dict[str, object]:
         """JSON-ready, for people."""
@@ -165,6 +166,11 @@ class Trust:
             raise ValueError(f"now_s: need seconds of a monotonic clock, got {now_s!r}")
         self._now_s = max(self._now_s, now_s)
         return self._now_s
+
+    def _believe_again(self) -> None:
+        if self._good >= PROBES_GOOD and not self.trusted:
+            self.state = TrustState.TRUSTED
+            self._wait(_WAIT_S_MIN)
 
     def _wait(self, wait_s: float) -> None:
         self._wait_s = wait_s

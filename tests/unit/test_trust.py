@@ -32,12 +32,16 @@ def test_trust_is_lost_at_once_and_regained_by_three_probes() -> None:
     assert trust.doubt == ""
 
 
-def test_a_good_load_of_somebody_who_still_waited_is_no_probe() -> None:
+def test_loads_of_those_who_still_waited_count_as_probes() -> None:
     trust = Trust(0.0)
     trust.abandoned("it lagged", 0.0)
-    for number in range(10):
+    for number in range(PROBES_GOOD - 1):
         assert trust.loaded(0.1, 0.1, float(number))
-    assert trust.doubt == "it lagged"
+    assert not trust.loaded(0.1, 0.5, 3.0)  # the count starts again
+    for number in range(PROBES_GOOD):
+        assert not trust.trusted
+        assert trust.loaded(0.1, 0.1, 4.0 + number)
+    assert trust.trusted and trust.losses == 1
 
 
 @pytest.mark.parametrize("bad", [0.5, math.inf])
