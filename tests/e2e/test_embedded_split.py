@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from real_daemon import RealDaemon, eventually
 from test_embedded_nvme import STALLED, Place, ended, place, reused
 from tiny_engines import TinyEngine, TinyModel, prompt, tiny, written
 
-from kvstore.types import Choice, Reuse
+from kvstore.types import Choice, Hit, Reuse
 
 __all__ = ["place", "tiny", "written"]
 Places = Callable[..., Place]
@@ -307,3 +308,57 @@ def test_a_daemon_that_is_killed_in_the_middle(place: Places, tiny: TinyModel) -
     assert report.prompt_tokens == report.fresh_tokens + sum(report.reused.values())
     engine.close()
     at.restart()
+
+
+# ---- what a plan says --------------------------------------------------------------------------------------
+
+
+def planned(
+    engine: TinyEngine, monkeypatch: pytest.MonkeyPatch, choice: Choice, start: int, stop: int
+) -> None:
+    """Lookups that say so, as those of a daemon that decides."""
+    lookup = engine.client.lookup
+
+    def decided(*asked: Any) -> Any:
+        found = lookup(*asked)
+        if not isinstance(found, Hit):
+            return found
+        plan = replace(found.plan, choice=choice, load_start=start, load_stop=stop)
+        ready = max(start, min(found.ready, stop))
+        return replace(found, plan=plan, slots=found.slots[start : max(start, ready)])
+
+    monkeypatch.setattr(engine.client, "lookup", decided)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["NVME", "HOST"])
+@pytest.mark.parametrize(
+    ("choice", "start", "stop", "loaded"),
+    [
+        (Choice.RECOMPUTE, 0, 0, range(1)),
+        (Choice.LOAD, 0, 10, range(10, 11)),
+        (Choice.SPLIT, 20, 30, range(1, 31)),
+    ],
+)
+def test_a_plan_is_followed(
+    place: Places,
+    tiny: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    warm: bool,
+    choice: Choice,
+    start: int,
+    stop: int,
+    loaded: range,
+) -> None:
+    asked = prompt(SIZE, 16)
+    at = cold(place, asked)
+    if warm:
+        first = at.engine()
+        first.ask(asked, 4)
+        first.close()
+    engine = at.engine(engine_limits=SMALL)
+    planned(engine, monkeypatch, choice, start, stop)
+    report = engine.ask(asked)
+    assert report.tokens == tiny.uncached(asked)
+    assert sum(reused(report).values()) // 16 in loaded
+    assert set(reused(report)) <= {"HOST" if warm else "NVME"}
+    engine.close()
