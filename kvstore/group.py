@@ -303,9 +303,9 @@ class Group:
     def _count_hits(self, lease: Lease) -> None:
         loaded = max(0, lease.host - lease.device)
         brought = max(0, min(lease.brought[1], lease.host) - max(lease.brought[0], lease.device))
-        if lease.tail is not None:  # what lies before it was computed
-            loaded = lease.tail.stop - lease.tail.start
-            brought = loaded - lease.tail.on_host
+        if (tail := lease.tail) is not None:  # between `lowest` and `start` it was computed
+            loaded = max(0, min(lease.host, tail.lowest) - lease.device) + tail.stop - tail.start
+            brought = tail.stop - tail.start - tail.on_host
         blocks = {Tier.GPU: lease.device, Tier.HOST: loaded - brought, Tier.NVME: brought}
         if lease.tenant:
             self.meters.count_hit(lease.tenant, {t: n * lease.block_tokens for t, n in blocks.items()})

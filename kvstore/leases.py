@@ -60,11 +60,13 @@ class Tail:
 
     Attributes:
         start, stop: [start, stop) can be copied, and is, as far as its engine does not say otherwise.
+        lowest: first block that was asked for; what lies before it counts as ever.
         host: leading blocks of the match that were on HOST when it began.
     """
 
     start: int
     stop: int
+    lowest: int
     host: int
 
     def used_from(self, start: int) -> None:

@@ -147,6 +147,23 @@ def test_the_head_may_be_on_the_device(place: Places, tiny: TinyModel) -> None:
     engine.close()
 
 
+def test_a_head_on_host_is_loaded_before_anything_is_computed(place: Places, tiny: TinyModel) -> None:
+    asked = prompt(SIZE, 17)
+    at = cold(place, asked)
+    warm = at.engine()
+    warm.ask(asked[:330], 4)
+    warm.close()
+    before = hits(at.daemon)
+    engine = split(at)
+    report = engine.ask(asked)
+    assert report.tokens == tiny.uncached(asked)
+    loaded = reused(report)["NVME"]
+    assert reused(report) == {"HOST": 320, "NVME": loaded} and 16 <= loaded < KNOWN - 320
+    engine.close()
+    gained = {tier: n - before.get(tier, 0) for tier, n in hits(at.daemon).items()}
+    assert gained == {"HOST": 20, "NVME": loaded // 16}
+
+
 def test_a_tail_that_is_on_host_is_loaded_at_once(place: Places, tiny: TinyModel) -> None:
     asked = prompt(SIZE, 4)
     at = cold(place, asked)
