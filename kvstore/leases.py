@@ -94,7 +94,7 @@ class Lease:
         device, host: leading blocks of the match on the device and on HOST, for accounting at its end.
         disk: leading blocks that were on HOST or NVME when it was granted.
         brought: [start, stop) of the match that a fetch brought from NVME; part of `host` since then.
-        tail: loaded instead of what `host` says, None = nothing was asked for in that order.
+        tail: what was loaded from its end down, None = nothing was asked for in that order.
         state: life cycle.
         tenant, block_tokens: whose hit it will be, in tokens.
     """

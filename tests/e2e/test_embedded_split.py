@@ -16,7 +16,7 @@ from real_daemon import RealDaemon, eventually
 from test_embedded_nvme import STALLED, Place, ended, place, reused
 from tiny_engines import TinyEngine, TinyModel, prompt, tiny, written
 
-from kvstore.types import Choice, Hit, Reuse
+from kvstore.types import Choice, Hit, Reuse, Tier
 
 __all__ = ["place", "tiny", "written"]
 Places = Callable[..., Place]
@@ -325,6 +325,47 @@ def test_a_daemon_that_is_killed_in_the_middle(place: Places, tiny: TinyModel) -
     assert report.prompt_tokens == report.fresh_tokens + sum(report.reused.values())
     engine.close()
     at.restart()
+
+
+# ---- everything at once ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mixture_gives_the_right_tokens(place: Places, tiny: TinyModel, seed: int) -> None:
+    """Prompts that share beginnings, a disk of some speed, a pool that is too small, some aborts."""
+    random = np.random.default_rng(seed)
+    heads = [prompt(int(random.integers(100, 250)), 200 + seed), []]
+    prompts = [
+        prompt(int(random.integers(260, 420)), 300 + 10 * seed + number, heads[number % 2])
+        for number in range(5)
+    ]
+    at = cold(place, *prompts, blocks=60, nvme__limit_bytes_per_s=str(32_000 * int(random.integers(20, 300))))
+    limits = EngineLimits(split_tokens_max=int(random.integers(1, 64)))
+    engine = split(at, engine_limits=limits, blocks=75)
+    wanted = [engine.request(prompts[int(random.integers(5))], 24) for _ in range(9)]
+    waiting, reports = list(wanted), dict[str, Report]()
+
+    def step() -> bool:
+        while waiting and random.random() < 0.3:
+            assert engine.engine.add(waiting.pop(0))
+        if engine.engine.unfinished and random.random() < 0.02:
+            engine.engine.abort(next(iter(engine.engine._live)))
+        for output in engine.engine.step():
+            if output.report is not None:
+                reports[output.request_id] = output.report
+        return not waiting and not engine.engine.unfinished
+
+    eventually(step, "every request ends")
+    assert reports
+    for request in wanted:
+        if request.id in reports:
+            report = reports[request.id]
+            assert report.tokens == tiny.uncached(request.prompt, 24)
+            assert report.prompt_tokens == report.fresh_tokens + sum(report.reused.values())
+    assert sum(report.reused.get(Tier.NVME, 0) for report in reports.values()) > 0
+    engine.settle()
+    engine.close()
+    at.daemon.assert_sound()
 
 
 # ---- what a plan says --------------------------------------------------------------------------------------
