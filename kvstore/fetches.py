@@ -87,7 +87,7 @@ class TailFetching(Fetching):
         super().__init__(lease, start, stop, host, shape)
         absent = np.flatnonzero(~host.readable(lease.nodes[start:stop]))
         self.ready = start + int(absent[-1]) + 1 if len(absent) else start
-        self.tail = Tail(self.ready, stop, lease.host)
+        self.tail = Tail(self.ready, stop, start, lease.host)
         size = max(1, min(PIECE_BYTES // shape.slot_bytes, (stop - start) // PIECES_MIN))
         # From the top down; the promotion's positions are those of the pieces one after another.
         self._pieces = [(max(start, top - size), top) for top in range(stop, start, -size)]

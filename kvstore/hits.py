@@ -22,9 +22,9 @@ def count(lease: Lease, block_bytes: int, counters: Counters, meters: Meters, de
         host = min(host, max(planned.decision.load_stop, lease.device))
     loaded = max(0, host - lease.device)
     brought = max(0, min(lease.brought[1], host) - max(lease.brought[0], lease.device))
-    if lease.tail is not None:  # what lies before it was computed
-        loaded = lease.tail.stop - lease.tail.start
-        brought = loaded - lease.tail.on_host
+    if (tail := lease.tail) is not None:  # between `lowest` and `start` it was computed
+        loaded = max(0, min(lease.host, tail.lowest) - lease.device) + tail.stop - tail.start
+        brought = tail.stop - tail.start - tail.on_host
     blocks = {Tier.GPU: lease.device, Tier.HOST: loaded - brought, Tier.NVME: brought}
     if lease.tenant:
         meters.count_hit(lease.tenant, {t: n * lease.block_tokens for t, n in blocks.items()})

@@ -62,11 +62,13 @@ class Tail:
 
     Attributes:
         start, stop: [start, stop) can be copied, and is, as far as its engine does not say otherwise.
+        lowest: first block that was asked for; what lies before it counts as ever.
         host: leading blocks of the match that were on HOST when it began.
     """
 
     start: int
     stop: int
+    lowest: int
     host: int
 
     def used_from(self, start: int) -> None:
@@ -94,7 +96,7 @@ class Lease:
         device, host: leading blocks of the match on the device and on HOST, for accounting at its end.
         disk: leading blocks that were on HOST or NVME when it was granted.
         brought: [start, stop) of the match that a fetch brought from NVME; part of `host` since then.
-        tail: loaded instead of what `host` says, None = nothing was asked for in that order.
+        tail: what was loaded from its end down, None = nothing was asked for in that order.
         state: life cycle.
         tenant, block_tokens: whose hit it will be, in tokens.
         intent: what its engine told of the request.

@@ -1,6 +1,7 @@
 """A split: the tail of a match is loading, from its last block down, while its head is computed.
 
-    begin    StoreTables begins the load of everything that the device lacks, descending
+    begin    StoreTables begins the load of everything that the device lacks, descending; but what leads on
+             HOST, if there is more below, is loaded first, which takes no time
     claim    before each chunk the engine claims its blocks; the load claims what it is about to copy
     join     they have met: what was loaded follows what was computed, and all of it is committed
 
@@ -11,15 +12,15 @@ device, so nobody can match it. A block is written by one of the two only: kvsto
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvstore.types import Hit, Tier
 
 if TYPE_CHECKING:
-    from kvstore.client import TailLoad
+    from kvstore.client import Table, TailLoad
 
-__all__ = ["Split", "by_tier"]
+__all__ = ["Split", "by_tier", "part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,13 @@ class Split:
     def stop(self) -> int:
         """Behind the last block of the tail."""
         return self.hit.plan.load_stop
+
+
+def part(hit: Hit, table: Table, start: int, stop: int) -> Hit:
+    """The same hit for the load of blocks [start, stop), with the table's slots of those on HOST."""
+    plan = replace(hit.plan, load_start=start, load_stop=stop)
+    first = start - table.load_start
+    return replace(hit, plan=plan, slots=table.slots[first : first + stop - start])
 
 
 def by_tier(hit: Hit, start: int, stop: int) -> dict[Tier, int]:

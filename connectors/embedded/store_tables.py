@@ -16,7 +16,6 @@ when a daemon is back, `poll` hands it the tables in use (adopt), and once it ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +24,7 @@ from kvstore.intent import Intent
 from kvstore.types import Busy, Choice, Hit, Reuse, Tier
 
 from .handle import Handle
-from .splitting import Split, by_tier
+from .splitting import Split, by_tier, part
 from .tables import Joined, Table, blocks_for
 from .tables import Reuse as ReuseName
 
@@ -129,15 +128,19 @@ class StoreTables:
         start, stop = got.load_start, self._load_stop(choice, found, got)
         if stop <= start:
             return
-        plan = replace(found.plan, load_start=start, load_stop=stop, choice=choice)
-        hit = replace(found, plan=plan, slots=got.slots[: stop - start])
-        if choice is Choice.SPLIT and stop - start > 1:
-            load = self._client.load_tail(hit, got.added[start:stop])
+        ready = min(got.load_stop, stop)
+        split = choice is Choice.SPLIT and stop - start > 1
+        # What leads on HOST is copied at once; of the rest computing takes the front, and the load the end.
+        front = stop if not split else ready if ready < stop - 1 else start
+        if front > start:
+            hit = part(found, got, start, front)
+            handle.loading, handle.saved = hit, front
+            handle.load = self._client.load(hit, got.added[start:front])
+        if split:
+            hit = part(found, got, front, stop)
+            load = self._client.load_tail(hit, got.added[front:stop])
             handle.split = Split(hit, load, got.generation)
             table.tail_tokens = stop * self._block_tokens
-        else:
-            handle.loading, handle.saved = hit, stop
-            handle.load = self._client.load(hit, got.added[start:stop])
 
     def _load_stop(self, choice: Choice, found: Hit, got: DaemonTable) -> int:
         """Behind the last block to load."""

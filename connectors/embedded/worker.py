@@ -1,6 +1,6 @@
 """The embedded engine as a process: one line of JSON asks, one line answers.
 
-    {"op": "generate", "prompt": [ids], "max_new_tokens": 64, "reuse": "own"}
+    {"op": "generate", "prompt": [ids], "max_new_tokens": 64, "reuse": "own", "force": ""}
     {"op": "flip"}     invert one cell of the blocks that the last load restored; again: invert it back
     {"op": "forget"}   evict every idle device block
     {"op": "settle"}   wait until every save is on HOST
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvstore.types import Choice
 
 from .attach import connect
 from .engine import Engine, EngineLimits
@@ -109,6 +111,7 @@ class Worker:
 
     def _generate(self, ask: dict[str, Any]) -> dict[str, Any]:
         self._requests += 1
+        self._tables.force = Choice(ask["force"]) if ask.get("force") else None
         request = Request(
             id=f"{os.getpid()}-{self._requests}",
             prompt=tuple(ask["prompt"]),

@@ -15,7 +15,7 @@ from real_daemon import RealDaemon, eventually
 from test_embedded_nvme import STALLED, Place, ended, place, reused
 from tiny_engines import TinyEngine, TinyModel, prompt, tiny, written
 
-from kvstore.types import Choice, Reuse
+from kvstore.types import Choice, Reuse, Tier
 
 __all__ = ["place", "tiny", "written"]
 Places = Callable[..., Place]
@@ -144,6 +144,23 @@ def test_the_head_may_be_on_the_device(place: Places, tiny: TinyModel) -> None:
     assert report.tokens == tiny.uncached(asked)
     assert reused(report)["GPU"] == 192 and reused(report)["NVME"] > 0
     engine.close()
+
+
+def test_a_head_on_host_is_loaded_before_anything_is_computed(place: Places, tiny: TinyModel) -> None:
+    asked = prompt(SIZE, 17)
+    at = cold(place, asked)
+    warm = at.engine()
+    warm.ask(asked[:330], 4)
+    warm.close()
+    before = hits(at.daemon)
+    engine = split(at)
+    report = engine.ask(asked)
+    assert report.tokens == tiny.uncached(asked)
+    loaded = reused(report)["NVME"]
+    assert reused(report) == {"HOST": 320, "NVME": loaded} and 16 <= loaded < KNOWN - 320
+    engine.close()
+    gained = {tier: n - before.get(tier, 0) for tier, n in hits(at.daemon).items()}
+    assert gained == {"HOST": 20, "NVME": loaded // 16}
 
 
 def test_a_tail_that_is_on_host_is_loaded_at_once(place: Places, tiny: TinyModel) -> None:
@@ -307,3 +324,44 @@ def test_a_daemon_that_is_killed_in_the_middle(place: Places, tiny: TinyModel) -
     assert report.prompt_tokens == report.fresh_tokens + sum(report.reused.values())
     engine.close()
     at.restart()
+
+
+# ---- everything at once ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mixture_gives_the_right_tokens(place: Places, tiny: TinyModel, seed: int) -> None:
+    """Prompts that share beginnings, a disk of some speed, a pool that is too small, some aborts."""
+    random = np.random.default_rng(seed)
+    heads = [prompt(int(random.integers(100, 250)), 200 + seed), []]
+    prompts = [
+        prompt(int(random.integers(260, 420)), 300 + 10 * seed + number, heads[number % 2])
+        for number in range(5)
+    ]
+    at = cold(place, *prompts, blocks=60, nvme__limit_bytes_per_s=str(32_000 * int(random.integers(20, 300))))
+    limits = EngineLimits(split_tokens_max=int(random.integers(1, 64)))
+    engine = split(at, engine_limits=limits, blocks=75)
+    wanted = [engine.request(prompts[int(random.integers(5))], 24) for _ in range(9)]
+    waiting, reports = list(wanted), dict[str, Report]()
+
+    def step() -> bool:
+        while waiting and random.random() < 0.3:
+            assert engine.engine.add(waiting.pop(0))
+        if engine.engine.unfinished and random.random() < 0.02:
+            engine.engine.abort(next(iter(engine.engine._live)))
+        for output in engine.engine.step():
+            if output.report is not None:
+                reports[output.request_id] = output.report
+        return not waiting and not engine.engine.unfinished
+
+    eventually(step, "every request ends")
+    assert reports
+    for request in wanted:
+        if request.id in reports:
+            report = reports[request.id]
+            assert report.tokens == tiny.uncached(request.prompt, 24)
+            assert report.prompt_tokens == report.fresh_tokens + sum(report.reused.values())
+    assert sum(report.reused.get(Tier.NVME, 0) for report in reports.values()) > 0
+    engine.settle()
+    engine.close()
+    at.daemon.assert_sound()

@@ -101,8 +101,8 @@ class Fetch(Message, tag="fetch", frozen=True):
     never cancelled by itself: whoever does not want the rest releases the lease, or says Enough.
 
     Attributes:
-        descending: the last blocks first, for an engine that computes the first ones meanwhile. What its
-            lease counts as loaded is then what such fetches named, as far as Enough does not take it back.
+        descending: the last blocks first, for an engine that computes the first ones meanwhile. Of these its
+            lease counts as loaded what was named, as far as Enough does not take it back.
     """
 
     lease: int
