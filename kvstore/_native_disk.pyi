@@ -121,8 +121,10 @@ class DiskPool:
     """(sequence, page): all records made so far lie before it, every later one at or behind it."""
     oldest_sequence: int
     """Of the segments with records; marks below it have nothing more to say."""
-    def forget_before(self, root: int, sequence: int, page: int) -> int:
-        """After a restart: forget what a root had before that mark; how many blocks. O(records)."""
+    def forget_before(self, roots: list[tuple[int, int, int]]) -> int:
+        """After a restart: forget what (root, sequence, page) each had before that mark; how many blocks.
+
+        Looks at every record once, however many roots there are."""
     def take_stored(self) -> U8: ...
     def take_removed(self) -> U8: ...
     def take_dropped(self) -> dict[str, int]:

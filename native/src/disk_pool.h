@@ -38,6 +38,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -187,12 +188,14 @@ class DiskPool final : public Place {
   struct Mark {
     std::uint64_t sequence = 0;  // of a segment
     std::uint32_t page = 0;
+    friend auto operator<=>(const Mark&, const Mark&) = default;
   };
   Mark mark() const;
   // Lower than it there is no record: marks below it have nothing more to say.
   std::uint64_t oldest_sequence() const;
-  // After a restart: forgets what a root had before that mark. Returns how many were readable. O(records).
-  std::size_t forget_before(NodeId root, Mark mark);
+  // After a restart: forgets what each of these roots had before its mark. Returns how many were readable. One look at
+  // every record, however many roots there are.
+  std::size_t forget_before(const std::unordered_map<NodeId, Mark>& roots);
   // Rot: this record alone.
   bool drop(NodeId node);
 
