@@ -167,7 +167,7 @@ void DiskPool::close(double timeout_s) {
   stopped_ = true;  // nothing new is opened, made or evacuated
   while (timeout_s > 0) {
     for (const Notice& notice : mover_->notices()) took(notice);
-    if (writing_ == 0 && filling_ != kNone && segments_[filling_].live > 0) seal(std::exchange(filling_, kNone));
+    if (writing_ == 0) seal_everything();
     report_jobs();
     step_flushes();
     const std::chrono::duration<double> left = deadline - Clock::now();
@@ -189,6 +189,13 @@ void DiskPool::close(double timeout_s) {
     events_.push_back(std::move(event));
   }
   index_.leave(this);
+}
+
+void DiskPool::seal_everything() {
+  if (filling_ != kNone) seal(std::exchange(filling_, kNone));
+  const std::set<std::uint32_t> opening = in_[static_cast<std::size_t>(SegmentState::kOpening)];
+  for (std::uint32_t segment : opening)
+    if (segments_[segment].step == SegmentStep::kReady) seal(segment);
 }
 
 void DiskPool::release_everything() {

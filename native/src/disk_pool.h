@@ -5,7 +5,8 @@
 //             any → BROKEN when the disk refuses; tried again by resume()
 //
 //   OPENING     its header, with a new sequence and nonce, is written and synced: the old life is over. Then it
-//               waits for its turn; `spare` of them, so that nobody waits for one.
+//               waits for its turn; `spare` of them, so that nobody waits for one. close() seals it, or the next
+//               start would read all of it to find nothing.
 //   FILLING     one at a time takes records
 //   SEALING     its last writes end, sync, footer, sync
 //   EVACUATING  what is worth keeping is copied to the segment that is FILLING and synced there; then it is FREE
@@ -203,8 +204,8 @@ class DiskPool final : public Place {
   std::vector<Key> take_removed();  // that left, and are not back
   DiskDropped take_dropped();
 
-  // Seals what is being filled if that is possible within the time, then ends the mover, waiting for what the
-  // disk has under way. Nothing is found here any more; the last events can still be taken.
+  // Seals what is being filled or is open if that is possible within the time, then ends the mover, waiting for what
+  // the disk has under way. Nothing is found here any more; the last events can still be taken.
   void close(double timeout_s);
 
   // ---- Place -----------------------------------------------------------------------------------------------
@@ -280,6 +281,7 @@ class DiskPool final : public Place {
   void took_job(std::uint64_t id, const Notice& notice);
   void resolve(std::uint64_t id, std::uint32_t at, MoveStatus status);
   void report_jobs();
+  void seal_everything();
   void release_everything();
 
   // disk_records.cc
