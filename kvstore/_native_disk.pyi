@@ -32,7 +32,7 @@ class DiskDirectory:
     """Of all segment files."""
     segments: int
     removed: int
-    """Files that open() removed."""
+    """Unfinished files that open() removed for want of capacity."""
     def close(self) -> None:
         """Let others use it; a pool or survey of it must be closed or gone."""
 

@@ -111,7 +111,7 @@ class NvmeTier:
         """Why the disk is left alone at the moment, "" = it is not."""
         self._rest_s, self._resume_s = _REST_S, 0.0
         self._grow_s: float | None = None
-        self._steps, self._stepped_s = 0, clock.now()
+        self._progress, self._stepped_s = (0, 0), clock.now()
         self.dropping = asyncio.Lock()
         """Held by whoever writes down what was dropped: one at a time."""
         self._writes = DiskWrites(memory, host)
@@ -344,8 +344,10 @@ class NvmeTier:
         self._end_if_stuck(now_s)
 
     def _end_if_stuck(self, now_s: float) -> None:
-        if not self._writes.waiting or self._writes.steps != self._steps:
-            self._steps, self._stepped_s = self._writes.steps, now_s
+        # Files that leave one after the other: the capacity was lowered, and writes wait for the end of that.
+        progress = (self._writes.steps, self._disk.counts()["file_bytes"])
+        if not self._writes.waiting or progress != self._progress:
+            self._progress, self._stepped_s = progress, now_s
         elif now_s >= self._stepped_s + _STUCK_S:
             self._stepped_s = now_s
             self._writes.give_up_first()

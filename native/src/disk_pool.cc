@@ -31,8 +31,8 @@ void check_options(const DiskOptions& options, const DiskDirectory& directory) {
   if (options.spare < 1) throw Invalid("spare: at least 1");
   if (options.slice < 1) throw Invalid("slice: at least 1");
   const DiskDirectory::Options& sizes = directory.options();
-  const std::size_t made = sizes.segment_bytes == 0 ? 0 : sizes.capacity_bytes / sizes.segment_bytes;
-  const std::size_t room = std::max(made, directory.segments().size());
+  const std::size_t room =
+      sizes.capacity_bytes == 0 ? directory.segments().size() : sizes.capacity_bytes / sizes.segment_bytes;
   if (room < kSegmentsLeast)
     throw Invalid("capacity_bytes: " + std::to_string(sizes.capacity_bytes) + " is room for " + std::to_string(room) +
                   " segments of " + std::to_string(sizes.segment_bytes) + " bytes; at least " +
@@ -102,6 +102,7 @@ void DiskPool::took(const Notice& notice) {
     case Work::Kind::kMoves: return took_moves(work.first, notice);
     case Work::Kind::kStep: return took_step(work.segment, notice);
     case Work::Kind::kSync: return took_sync(work.segment, notice);
+    case Work::Kind::kNames: return took_names(notice);
   }
 }
 

@@ -10,6 +10,7 @@ namespace kv {
 
 // The segment that has room for so many pages, or kNone: there is none now.
 std::uint32_t DiskPool::allocate(std::uint32_t pages, For what) {
+  if (over_ && what == For::kSave) return kNone;
   for (;;) {
     if (filling_ == kNone && !begin_filling()) return kNone;
     const DiskSegment& segment = segments_[filling_];
