@@ -27,8 +27,9 @@
 //
 // Less capacity than before. What the files hold is taken up, and then segments are evacuated, in the background, one
 // after the other; each that is FREE and no spare is removed with its file, until the rest fits. What was used only
-// by blocks of other segments that have to leave does not count as used. Until the end no file is made and write()
-// accepts nothing: what it took would have to leave again.
+// by blocks of other segments that have to leave does not count as used; the rest is written again whatever
+// `reinsert_share` says. Until the end no file is made and write() accepts nothing: what it took would have to leave
+// again.
 //
 // What a crash may cut (LAWS H31). (1) A segment's header is synced before its first record is written.
 // (2) A header is written over only when every record that was copied away is synced where it is now; until

@@ -173,12 +173,14 @@ void DiskPool::split_by_budget() {
   };
   std::sort(e.chosen.begin(), e.chosen.end(), [&](std::uint32_t a, std::uint32_t b) { return rank(a) < rank(b); });
   const auto whole = static_cast<double>(std::size_t{segment.pages} * kPageBytes);
+  // Where segments have to leave, what others need of them all moves: once, for later it is no older than those.
+  const double share = over_ ? 1 : options_.reinsert_share;
   double bytes = 0;
   std::size_t stay = 0;
   for (; stay < e.chosen.size(); ++stay) {
     const DiskRecord& r = segment.records[e.chosen[stay]];
     bytes += static_cast<double>(formats_[r.format].slot_bytes() + kPageBytes);
-    if (!marked(r.node) && bytes > options_.reinsert_share * whole) break;
+    if (!marked(r.node) && bytes > share * whole) break;
     if (marked(r.node) && bytes > std::max(options_.reinsert_share, kMovedShareMax) * whole) {
       e.keep = true;
       e.chosen.clear();

@@ -87,6 +87,21 @@ TEST_CASE("disk pool shrink: shared heads and the youngest chains survive, and n
   }
 }
 
+TEST_CASE("disk pool shrink: a shared head as large as a segment survives as well") {
+  TempDir dir;
+  {
+    Rig rig(dir.path(), small(16));
+    const auto head = rig.save(rig.root(), kHead, kPerSegment);
+    for (std::size_t i = 0; i < kChains; ++i) rig.save(head.back(), chain_name(i), kPerSegment);
+    rig.pool->close(10);
+  }
+  Rig rig(dir.path(), small(6));
+  rig.settle();
+  CHECK(file_bytes(rig) <= 6 * kSmallSegment);
+  CHECK(rig.holds(kHead + kPerSegment - 1));
+  CHECK(rig.holds(chain_name(kChains - 1) + kPerSegment - 1));
+}
+
 TEST_CASE("disk pool shrink: what is pinned or used by then stays") {
   TempDir dir;
   make(dir.path());
