@@ -119,6 +119,8 @@ class DiskPool:
     def drop(self, node: int) -> bool: ...
     mark: tuple[int, int]
     """(sequence, page): all records made so far lie before it, every later one at or behind it."""
+    forgotten: tuple[int, int]
+    """A mark behind everything that `forget` took: evacuations carry records past an earlier one."""
     oldest_sequence: int
     """Of the segments with records; marks below it have nothing more to say."""
     def forget_before(self, roots: list[tuple[int, int, int]]) -> int:

@@ -99,6 +99,10 @@ async def _drop_on_disk(group: Group, roots: set[int], dropped: Dropped) -> None
 
     for nodes in nvme.nodes_in_parts():
         await _in_slices(group, roots, nodes, nvme.present, drop)
+    if nvme.forgotten() > mark:  # an evacuation has carried some of it past the mark: everything up to now
+        mark = nvme.mark()
+        dropped.nvme += nvme.drop_before(roots, mark, REASON)
+        group.record_changes()
     try:
         async with nvme.dropping:
             await write_atomic(*nvme.dropped_file(keys, mark))

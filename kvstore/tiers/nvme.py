@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +28,7 @@ from kvstore.policy.admission import Admission, Refusal
 from kvstore.tiers.disk_offers import Chain, Offers
 from kvstore.tiers.disk_writes import DiskWrites, Flushed, Lost
 from kvstore.tiers.host import HostTier
+from kvstore.tiers.nvme_counters import NvmeCounters
 from kvstore.tiers.promotions import Promotion, Promotions
 from kvstore.types import Tier
 
@@ -48,26 +47,6 @@ _GROW_S = 60.0
 # What was refused is offered again when it is hit, but no more often: that walks the chain, 0.1 ms a thousand
 # blocks, on the path of a lookup.
 _REOFFER_S = 0.02
-
-
-@dataclass(slots=True)
-class NvmeCounters:
-    """Totals since start, in blocks unless the name says otherwise."""
-
-    written: int = 0
-    written_bytes: int = 0
-    write_failed: int = 0
-    read: int = 0
-    read_bytes: int = 0
-    read_failed: int = 0
-    corrupt: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def report(self) -> dict[str, object]:
-        """JSON-ready; `dataclasses.asdict` would count a Counter's items."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        return {**plain, "errors": dict(self.errors), "dropped": dict(self.dropped)}
 
 
 class NvmeTier:
@@ -376,6 +355,16 @@ class NvmeTier:
     def mark(self) -> tuple[int, int]:
         """Where the log stands now, for `dropped_file`."""
         return self._disk.mark
+
+    def forgotten(self) -> tuple[int, int]:
+        """A mark behind all that was dropped so far: evacuations carry blocks past an earlier one."""
+        return self._disk.forgotten
+
+    def drop_before(self, roots: set[int], mark: tuple[int, int], reason: str) -> int:
+        """As `drop`, for all that these roots have before `mark`. Looks at every record, in one go: rare."""
+        dropped = self._disk.forget_before([(root, *mark) for root in roots])
+        self.counters.dropped[reason] += dropped
+        return dropped
 
     def dropped_file(self, roots: list[bytes], mark: tuple[int, int]) -> tuple[Path, bytes]:
         """What must be written, and where, so that a restart does not bring back what these roots had before

@@ -281,6 +281,11 @@ void bind_pool(nb::module_& m) {
                      const DiskPool::Mark mark = self.get().mark();
                      return nb::make_tuple(mark.sequence, mark.page);
                    })
+      .def_prop_ro("forgotten",
+                   [](const Self& self) {
+                     const DiskPool::Mark mark = self.get().forgotten();
+                     return nb::make_tuple(mark.sequence, mark.page);
+                   })
       .def_prop_ro("oldest_sequence", [](const Self& self) { return self.get().oldest_sequence(); })
       .def(
           "forget_before",

@@ -146,6 +146,8 @@ class DiskPool final : public Place {
     friend auto operator<=>(const Mark&, const Mark&) = default;
   };
   Mark mark() const;
+  // Behind everything that forget() took: evacuations carry records past a mark, or were just doing so.
+  Mark forgotten() const { return forgotten_; }
   // Lower than it there is no record: marks below it have nothing more to say.
   std::uint64_t oldest_sequence() const;
   // After a restart: forgets what each of these roots had before its mark. Returns how many were readable. One look at
@@ -340,6 +342,8 @@ class DiskPool final : public Place {
   std::vector<std::uint32_t> emptied_;                      // may have become FREE
   std::vector<std::uint32_t> misfits_;                      // FREE, of another size than new ones
   std::uint64_t sequence_ = 0;                              // of the newest opened segment
+  Mark forgotten_;                                          // see forgotten()
+  bool forgetting_ = false;                                 // while forget() runs
   std::uint32_t clock_ = 0;                                 // even; uses are stamped clock_ + 1
   std::vector<std::uint32_t> unlinked_;                     // their files' names may come back
   std::vector<std::uint32_t> unlinking_;                    // no more, when the sync of names that is under way ends

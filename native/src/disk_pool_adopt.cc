@@ -88,7 +88,7 @@ void DiskPool::take_up_records(const DiskSurvey& survey, DiskAdopted& out) {
   std::sort(order.begin(), order.end(), [&](auto a, auto b) { return segments_[a].age > segments_[b].age; });
   std::vector<RecordRef> sorted(count);
   for (std::uint32_t s : order)
-    for (std::uint32_t i = 0; i < segments_[s].records.size(); ++i)
+    for (auto i = static_cast<std::uint32_t>(segments_[s].records.size()); i-- > 0;)  // the newest first
       sorted[starts[std::min(found[s].records[i].depth, kDepthMax)]++] = {s, i};
 
   index_.prepare(count);

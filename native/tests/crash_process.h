@@ -110,7 +110,7 @@ class Process {
     survey.read(1);
     adopted = pool->adopt(survey);
     for (const Drop& drop : drops)
-      if (const NodeId root = index.find(drop.root); root != kNone) pool->forget_before(root, drop.mark);
+      if (const NodeId root = index.find(drop.root); root != kNone) pool->forget_before({{root, drop.mark}});
   }
 
   NodeId node(Name name) const { return index.find(key_of(name)); }

@@ -115,6 +115,12 @@ class Work {
       keep_book();
       wait();
     }
+    if (process_.pool->forgotten() > drop.mark) {  // an evacuation has carried some of it on: up to now, then
+      drop.mark = process_.pool->mark();
+      drop.from = faults_.moment() + 1;
+      process_.pool->forget_before({{root, drop.mark}});
+      keep_book();
+    }
     drop.done = faults_.moment() + 1;
     book_.drops.push_back(drop);
   }
