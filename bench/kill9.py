@@ -1,20 +1,24 @@
 """Is anything lost or wrong after kill -9 in the middle of writing? A hundred times, on the same directories.
 
 In a round, engines save chains of random shapes (blocks of 16 and 256 KiB, many chains begin like older ones,
-some in small pieces), somebody asks for a flush now and then, and at a random moment the daemon gets SIGKILL.
-Another one is started on the same directory, and asked for every chain that was ever offered to it. In every
-fifth round one more daemon is killed before that, while it is still opening the directory. Rounds take turns
-between two directories: in one nothing is ever evicted, the other is so small that its segments are recycled
-all the time.
+some in small pieces), somebody asks for a flush now and then, a namespace is dropped now and then, and at a
+random moment the daemon gets SIGKILL. Another one is started on the same directory, and asked for every chain
+that was ever offered to it, and for others that end in a block that nobody has saved. In every fifth round
+one more daemon is killed before that, while it is still opening the directory. Rounds take turns between two
+directories: in one nothing is ever evicted, the other is so small that its segments are recycled all the
+time.
 
     flushed_lost    blocks that a flush had vouched for and that were not found, or not loaded, afterwards
                     (in the small directory: of chains too young to be evicted, see bench/kill9_ledger.py)
     corrupt         blocks that were loaded with other bytes than those of their key
-    phantom         blocks that the daemon said it had and could not give, and records that it counted
-                    beyond those that all chains together can name
+    phantom         blocks that the daemon said it had and could not give; that it said it had although no
+                    save of them had ever begun, or none since a drop of their namespace that it had
+                    acknowledged; and records that it counted beyond those that all chains together can name
 
-At the end a byte in every 4 KiB of both directories is inverted: that must be noticed, or the figures above
-say nothing (`damage_noticed`), and still no wrong byte may be served.
+At the end one more namespace is dropped, and the file that says so is taken away: then its blocks come back,
+and must be counted as phantoms, or that figure says nothing (`drops_noticed`). Then a byte in every 4 KiB of
+both directories is inverted: that must be noticed, or the other figures say nothing (`damage_noticed`), and
+still no wrong byte may be served.
 
 `kills_with_writes_in_flight`: either proof counts. (a) Just before the kill the daemon said that more bytes
 were not on the disk yet than any disk (8 GB/s) could have taken between that question and the kill. (b) After
@@ -39,7 +43,7 @@ from typing import Any
 
 from bench.kill9_ledger import KINDS, Ledger
 from bench.kill9_look import Look, World
-from bench.kill9_savers import Savers, Tally
+from bench.kill9_savers import Savers, Tally, save_and_drop
 from bench.measure import finish, parser
 from bench.nvme_place import disk_folder
 from kvstore.logs import configure_logs
@@ -54,7 +58,7 @@ DEPTH = 8
 ROOM_BYTES = HOST_BYTES // 4
 # Of the directory where nothing is evicted: what a round writes (calm, and a rush of some 20 ms), and three
 # segments that the kill leaves half full.
-_ROUND_BYTES = 144 * MIB
+_ROUND_BYTES = 160 * MIB
 _LARGE_SEGMENT, _SMALL_SEGMENT = 16 * MIB, 2 * MIB
 _SMALL_CAPACITY = 128 * MIB
 _CALM_S, _RUSH_S = (0.05, 0.35), (0.0, 0.015)
@@ -74,7 +78,7 @@ class Report:
         blocks_evicted: given up where segments are recycled.
         blocks_evicted_wrongly: given up where there was room for everything.
         unsound: restarted daemons of which `kvstore check` finds a law broken.
-        damage_noticed: the negative control.
+        damage_noticed, drops_noticed: the negative controls.
         why: of what must not happen, the first cases.
         kill_after_ms: from the last status to the kill, by round.
     """
@@ -91,6 +95,7 @@ class Report:
     blocks_evicted_wrongly: int = 0
     unsound: int = 0
     damage_noticed: bool = False
+    drops_noticed: bool = False
     tally: Tally = field(default_factory=Tally)
     why: list[str] = field(default_factory=list)
     kill_after_ms: list[float] = field(default_factory=list)
@@ -115,6 +120,8 @@ class Report:
             short.append("no flush was acknowledged: nothing was proven")
         if not self.damage_noticed:
             short.append("damage was not noticed: nothing was proven")
+        if not self.drops_noticed:
+            short.append("what came back after a drop was not noticed: no phantom would be")
         return short + [f"error: {text}" for text in self.tally.errors]
 
     def json(self) -> dict[str, Any]:
@@ -129,6 +136,7 @@ class Report:
             "flushes": tally.flushes,
             "flushes_unsure": tally.unsure,
             "blocks_flushed": tally.blocks_flushed,
+            "namespaces_dropped": tally.drops,
             "kill_after_ms": round(statistics.median(self.kill_after_ms or [0.0]), 2),
             "missed": self.missed(),
         }
@@ -155,6 +163,7 @@ class Rounds:
             "host.huge_pages": "false",
             "nvme.direct": str(direct).lower(),
             "nvme.depth": DEPTH,
+            "grpc.listen": "auto",
         }
         self._worlds: list[World] = []
         for name, capacity, segment, window in (
@@ -226,8 +235,25 @@ class Rounds:
         self.report.kills_while_opening += 1
 
     def control(self) -> None:
-        """Damage both directories and look: what was flushed must be missed, and nothing wrong be served."""
+        """What must be noticed: a drop that is undone, and damage."""
+        whole = self.report
+        whole.drops_noticed = self._undo_a_drop(self._worlds[0]).phantom > 0
+        self._damage(whole)
+
+    def _undo_a_drop(self, world: World) -> Report:
+        """Save, drop, kill, and take away what says that it was dropped: what a look sees then."""
         whole, self.report = self.report, Report()
+        save_and_drop(world.live, world.ledger)
+        world.live.kill()
+        world.undrop()
+        world.start()
+        self._look(world)
+        seen, self.report = self.report, whole
+        return seen
+
+    def _damage(self, whole: Report) -> None:
+        """Damage both directories and look: what was flushed must be missed, and nothing wrong be served."""
+        self.report = Report()
         for world in self._worlds:
             world.live.kill()
             world.damage()

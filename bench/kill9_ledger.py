@@ -10,6 +10,9 @@ oldest segment goes first, and a chain goes whole when its beginning does. So a 
 less than `window_bytes` were written since its oldest block was. A third of the capacity leaves room for
 everything else that takes space: records that are written again (a quarter of each segment at most), what
 does not fit the end of a segment, and the three segments that a kill leaves half full (counted as written).
+
+And what must not be there: a block of which no save ever began, or none since its namespace was dropped and
+the daemon had acknowledged that.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from numpy.typing import NDArray
 from kvstore.keys import KeyChain
 from kvstore.types import BlockLayout
 
-__all__ = ["KINDS", "Kind", "Ledger", "Offered", "State"]
+__all__ = ["KINDS", "Kind", "Ledger", "Offered", "State", "names"]
 
 U32 = NDArray[np.uint32]
 _HEADER_BYTES = 4096  # of a record, before the slot
@@ -40,11 +43,13 @@ class Kind:
         name: of its model.
         layout: of its blocks.
         blocks_max: longest chain.
+        drops: its namespace is dropped now and then.
     """
 
     name: str
     layout: BlockLayout
     blocks_max: int
+    drops: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -56,6 +61,7 @@ class Kind:
 KINDS = (
     Kind("small", BlockLayout(1, 2, 256, "float32", 4), 64),
     Kind("large", BlockLayout(1, 8, 1024, "float32", 4), 32),
+    Kind("dropped", BlockLayout(1, 2, 256, "float32", 4), 32, drops=True),
 )
 
 
@@ -86,6 +92,12 @@ class Offered:
     state: State = State.OFFERED
 
 
+def names(chain: KeyChain) -> list[bytes]:
+    """Its keys."""
+    keys: list[bytes] = chain.keys.view("V32").ravel().tolist()
+    return keys
+
+
 class Ledger:
     """Of one directory, over all rounds. Any thread may call.
 
@@ -98,6 +110,7 @@ class Ledger:
         self._segment_bytes, self._window_bytes = segment_bytes, window_bytes
         self._lock = threading.Lock()
         self._chains: list[Offered] = []
+        self._begun: dict[str, set[bytes]] = {kind.name: set() for kind in KINDS}
         self.written_bytes = 0
 
     @property
@@ -114,6 +127,11 @@ class Ledger:
             self._chains.append(offered)
         return offered
 
+    def begin(self, offered: Offered, start: int, stop: int) -> None:
+        """Before these blocks of it are handed over: from now on they may be found."""
+        with self._lock:
+            self._begun[offered.kind.name].update(names(offered.chain)[start:stop])
+
     def acknowledge(self, offered: Offered) -> None:
         """Every block of it is readable, says the daemon."""
         with self._lock:
@@ -128,7 +146,25 @@ class Ledger:
         """They are on the medium, says the daemon."""
         with self._lock:
             for offered in chains:
-                offered.state = State.FLUSHED
+                if offered.state is State.ACKNOWLEDGED:  # else dropped meanwhile
+                    offered.state = State.FLUSHED
+
+    def expect_drop(self, kind: Kind) -> None:
+        """Its namespace is about to be dropped: nothing that it has need be there any more."""
+        with self._lock:
+            for offered in self._chains:
+                if offered.kind is kind:
+                    offered.state = State.OFFERED
+
+    def dropped(self, kind: Kind) -> None:
+        """The daemon has acknowledged that, and no save was under way: nothing of it may be there."""
+        with self._lock:
+            self._begun[kind.name].clear()
+
+    def strays(self, kind: Kind, found: set[bytes]) -> set[bytes]:
+        """Those of the keys that were found that must not be."""
+        with self._lock:
+            return found - self._begun[kind.name]
 
     def kill(self) -> None:
         """The daemon is gone; what was acknowledged and not flushed may be, too."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.kill9_ledger import Kind, Ledger, Offered, State
+from bench.kill9_ledger import Kind, Ledger, Offered, State, names
 from bench.kill9_memory import KeyedMemory
 from bench.kill9_savers import engine
 from bench.nvme_place import DiskDaemon
 from kvstore.client import Client
-from kvstore.types import PAGE_BYTES, Busy, Miss
+from kvstore.types import PAGE_BYTES, Busy, Hit, Miss, Reuse
 
 __all__ = ["Look", "World"]
 
@@ -39,6 +39,11 @@ class World:
                 bytes_ = np.frombuffer(pages, np.uint8)
                 bytes_[PAGE_BYTES + 2000 :: PAGE_BYTES] ^= 0xFF
                 del bytes_  # the mapping cannot be closed under it
+
+    def undrop(self) -> None:
+        """Take away what says which namespaces were dropped."""
+        for path in self._disk.rglob("dropped.json"):
+            path.unlink()
 
     def close(self) -> None:
         """End the daemon."""
@@ -68,13 +73,30 @@ class Look:
         client, memory = engine(self._world.live, self._kind)
         with client:
             for offered in ledger.chains(self._kind):
-                keys: list[bytes] = offered.chain.keys.view("V32").ravel().tolist()
+                keys = names(offered.chain)
                 said, good = self._load(client, memory, offered)
                 self.found.update(keys[:said])
+                self._look_for_a_stranger(client, offered)
                 if ledger.must_be_there(offered):
                     self.lost.update(keys[good:])
                 self.gone |= offered.state is State.ACKNOWLEDGED and said < len(keys)
+        strays = len(ledger.strays(self._kind, self.found))
+        self.phantom += strays
+        if strays:
+            self.why.append(
+                f"{strays} blocks of kind {self._kind.name} are there that were never saved, or dropped"
+            )
         return self
+
+    def _look_for_a_stranger(self, client: Client, offered: Offered) -> None:
+        """Ask for a chain like it that ends in a block that nobody has ever saved."""
+        tokens = offered.tokens[: len(offered.chain) * self._kind.layout.block_tokens].copy()
+        tokens[-1] ^= 1
+        chain = client.chain(tokens, "default", Reuse.OWN)
+        hit = client.lookup(chain) if chain is not None else None
+        if chain is not None and isinstance(hit, Hit):
+            client.release(hit.lease)
+            self.found.update(names(chain)[: hit.blocks])
 
     def _load(self, client: Client, memory: KeyedMemory, offered: Offered) -> tuple[int, int]:
         """Blocks that the daemon says it has, and leading ones that came with the right bytes."""

@@ -1,4 +1,4 @@
-"""Engines that save until the daemon is killed, and somebody who asks for flushes meanwhile."""
+"""Engines that save until the daemon is killed, and what others ask for meanwhile: flushes, and drops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import grpc
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,20 +18,60 @@ from bench.nvme_place import DiskDaemon
 from kvstore.client import Client, Limits
 from kvstore.errors import KVStoreError
 from kvstore.types import Namespace, Reuse
+from kvstore.v1 import store_pb2 as pb
+from kvstore.v1 import store_pb2_grpc as rpc
 
-__all__ = ["Savers", "Tally", "engine"]
+__all__ = ["Savers", "Tally", "engine", "save_and_drop"]
 
 U32 = NDArray[np.uint32]
 _LIMITS = Limits(call_s=30.0, attach_s=60.0, copy_s=60.0, fetch_s=60.0, retry_s=0.005, retry_max_s=0.02)
-_FLUSH_S = 60.0
+_FLUSH_S, _DROP_S = 60.0, 30.0
 _FLUSH_EVERY_S = (0.02, 0.2)
 # Between two chains: engines compute. In a rush they do not.
 _PAUSE_S = (0.0, 0.06)
 # Of one kind in a round, rushes apart: all chains of all rounds are read again after every kill.
 _CALM_BYTES_MAX = 10 << 20
 _FORKS = 0.4
+# Instead of a chain; of the kind whose namespace is dropped.
+_DROPS = 0.2
 # Some blocks are saved alone, some chains grow by what came since the last step; in a rush they come whole.
 _PIECES = (1, 4, 64)
+
+
+def namespace_of(kind: Kind) -> Namespace:
+    """Of its engines."""
+    layout = kind.layout
+    return Namespace(kind.name, "w", "t", "none", "rope", layout.dtype, layout.fingerprint, "4")
+
+
+def drop(daemon: DiskDaemon, kind: Kind, ledger: Ledger) -> None:
+    """Drop its namespace while nobody saves under it.
+
+    Raises:
+        grpc.RpcError: the daemon has not acknowledged it.
+    """
+    ledger.expect_drop(kind)
+    address = f"unix:{daemon.socket.with_name('kvstore-grpc.sock')}"
+    with grpc.insecure_channel(address) as channel:
+        request = pb.DropNamespaceRequest(digest=namespace_of(kind).digest)
+        rpc.AdminStub(channel).DropNamespace(request, timeout=_DROP_S, wait_for_ready=True)
+    ledger.dropped(kind)
+
+
+def save_and_drop(daemon: DiskDaemon, ledger: Ledger) -> None:
+    """Blocks that are flushed, and then dropped."""
+    kind = next(kind for kind in KINDS if kind.drops)
+    client, memory = engine(daemon, kind)
+    with client:
+        tokens = np.arange(kind.blocks_max * kind.layout.block_tokens, dtype=np.uint32)
+        chain = client.chain(tokens, "default", Reuse.OWN)
+        assert chain is not None
+        ledger.offer(kind, tokens, chain, None)
+        memory.fill(chain.keys)
+        client.save(chain, 0, len(chain), np.arange(len(chain), dtype=np.uint32)).wait()
+    with daemon.tool() as tool:
+        tool.flush(_FLUSH_S)
+    drop(daemon, kind, ledger)
 
 
 def engine(daemon: DiskDaemon, kind: Kind) -> tuple[Client, KeyedMemory]:
@@ -39,10 +80,8 @@ def engine(daemon: DiskDaemon, kind: Kind) -> tuple[Client, KeyedMemory]:
     Raises:
         SystemExit: the daemon does not want it, or has ended.
     """
-    layout = kind.layout
-    memory = KeyedMemory(layout, kind.blocks_max + 1)
-    identity = Namespace(kind.name, "w", "t", "none", "rope", layout.dtype, layout.fingerprint, "4")
-    client = Client(daemon.socket, identity, memory, scratch_block=kind.blocks_max, limits=_LIMITS)
+    memory = KeyedMemory(kind.layout, kind.blocks_max + 1)
+    client = Client(daemon.socket, namespace_of(kind), memory, scratch_block=kind.blocks_max, limits=_LIMITS)
     try:
         daemon.wait_attached(client)
     except SystemExit:
@@ -60,6 +99,7 @@ class Tally:
         flushes: acknowledged without an error.
         unsure: of those, which vouch for nothing because the daemon had refused blocks.
         blocks_flushed: of the chains that flushes vouched for.
+        drops: of namespaces, acknowledged.
         errors: what must not happen.
     """
 
@@ -67,6 +107,7 @@ class Tally:
     flushes: int = 0
     unsure: int = 0
     blocks_flushed: int = 0
+    drops: int = 0
     errors: tuple[str, ...] = ()
 
 
@@ -129,6 +170,8 @@ class Savers:
                 if not self._rush.is_set() and (calm_bytes >= _CALM_BYTES_MAX or choice.random() < 0.5):
                     self._rush.wait(choice.uniform(*_PAUSE_S))
                     continue
+                if kind.drops and choice.random() < _DROPS and not self._drop(kind):
+                    return
                 offered = self._offer(client, kind, choice)
                 if offered is None:
                     return
@@ -139,6 +182,17 @@ class Savers:
                     return
                 if whole:
                     self._ledger.acknowledge(offered)
+
+    def _drop(self, kind: Kind) -> bool:
+        """False: the daemon is gone, and nobody knows whether it was dropped."""
+        try:
+            drop(self._daemon, kind, self._ledger)
+        except grpc.RpcError as error:
+            if not self._stop.is_set():
+                self._fail(f"a drop: {error}")
+            return False
+        self._tally.drops += 1
+        return True
 
     def _offer(self, client: Client, kind: Kind, choice: random.Random) -> Offered | None:
         """A chain that nobody has saved yet; many begin like an older one. None: the daemon is gone."""
@@ -168,6 +222,7 @@ class Savers:
             self._pace.begin(size)
             try:
                 memory.fill(chain.keys[start:stop])
+                self._ledger.begin(offered, start, stop)
                 blocks = np.arange(stop - start, dtype=np.uint32)
                 done = client.save(chain, start, stop, blocks).wait()
             finally:

@@ -32,7 +32,7 @@ class DiskDirectory:
     """Of all segment files."""
     segments: int
     removed: int
-    """Files that open() removed."""
+    """Unfinished files that open() removed for want of capacity."""
     def close(self) -> None:
         """Let others use it; a pool or survey of it must be closed or gone."""
 
@@ -119,10 +119,14 @@ class DiskPool:
     def drop(self, node: int) -> bool: ...
     mark: tuple[int, int]
     """(sequence, page): all records made so far lie before it, every later one at or behind it."""
+    forgotten: tuple[int, int]
+    """A mark behind everything that `forget` took: evacuations carry records past an earlier one."""
     oldest_sequence: int
     """Of the segments with records; marks below it have nothing more to say."""
-    def forget_before(self, root: int, sequence: int, page: int) -> int:
-        """After a restart: forget what a root had before that mark; how many blocks. O(records)."""
+    def forget_before(self, roots: list[tuple[int, int, int]]) -> int:
+        """After a restart: forget what (root, sequence, page) each had before that mark; how many blocks.
+
+        Looks at every record once, however many roots there are."""
     def take_stored(self) -> U8: ...
     def take_removed(self) -> U8: ...
     def take_dropped(self) -> dict[str, int]:

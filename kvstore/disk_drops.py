@@ -59,12 +59,8 @@ class DiskDrops:
 
     def apply(self, disk: DiskPool, index: Index) -> int:
         """Forget what was dropped before this start; how many blocks. Once, when the pool has its records."""
-        forgotten = 0
-        for root, (sequence, page) in self._marks.items():
-            node = index.find(bytes.fromhex(root))
-            if node != NONE:
-                forgotten += disk.forget_before(node, sequence, page)
-        return forgotten
+        nodes = ((index.find(bytes.fromhex(root)), mark) for root, mark in self._marks.items())
+        return disk.forget_before([(node, *mark) for node, mark in nodes if node != NONE])
 
     def file(self, roots: list[bytes], mark: tuple[int, int], oldest_sequence: int) -> tuple[Path, bytes]:
         """What these roots had before `mark` was dropped: the file that says so, for whoever writes it.

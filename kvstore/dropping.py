@@ -91,7 +91,7 @@ async def _drop_on_disk(group: Group, roots: set[int], dropped: Dropped) -> None
     if not isinstance(nvme, NvmeTier):
         return
     keys = [group.index.keys(np.array([root], np.uint32)).tobytes() for root in roots]
-    mark = nvme.mark()  # first: what is saved from now on is not meant
+    mark = nvme.marks.now()  # first: what is saved from now on is not meant
 
     def drop(nodes: NDArray[np.uint32]) -> None:
         dropped.nvme += nvme.drop(nodes, REASON)
@@ -99,9 +99,15 @@ async def _drop_on_disk(group: Group, roots: set[int], dropped: Dropped) -> None
 
     for nodes in nvme.nodes_in_parts():
         await _in_slices(group, roots, nodes, nvme.present, drop)
+    if (
+        nvme.marks.forgotten() > mark
+    ):  # an evacuation has carried some of it on: all up to now
+        mark = nvme.marks.now()
+        dropped.nvme += nvme.marks.drop_before(roots, mark, REASON)
+        group.record_changes()
     try:
         async with nvme.dropping:
-            await write_atomic(*nvme.dropped_file(keys, mark))
+            await write_atomic(*nvme.marks.file(keys, mark))
     except OSError as error:
         raise Unavailable(
             f"dropped, but that could not be written down ({error.strerror}): a restart brings blocks on the "

@@ -230,6 +230,7 @@ def open_disk(
         io=memory.disk.io,
         seconds=round(time.monotonic() - began_s, 3),
         removed_segments=directory.removed,
+        over_capacity_bytes=max(0, memory.disk.counts()["file_bytes"] - nvme.capacity_bytes),
         **found,
     )
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import structlog
@@ -30,6 +29,7 @@ from kvstore.policy.rates import Transfer
 from kvstore.tiers.alarms import Alarms
 from kvstore.tiers.disk_offers import Chain, Offers
 from kvstore.tiers.disk_writes import DiskWrites, Flushed, Lost
+from kvstore.tiers.drop_marks import DropMarks
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme_counters import NvmeCounters
 from kvstore.tiers.promotion import Promotion
@@ -82,19 +82,19 @@ class NvmeTier:
         assert memory.drops is not None
         self._disk: DiskPool = memory.disk
         self._directory = memory.directory
-        self._drops = memory.drops
         self._index = memory.index
         self._host = host
         self._clock = clock
         self.config = config
         self.admission = admission
         self.counters = NvmeCounters()
+        self.marks = DropMarks(memory.disk, memory.drops, self.counters)
         self._reoffer_s = 0.0
         self.trouble = ""
         """Why the disk is left alone at the moment, "" = it is not."""
         self._rest_s, self._resume_s = _REST_S, 0.0
         self._grow_s: float | None = None
-        self._steps, self._stepped_s = 0, clock.now()
+        self._progress, self._stepped_s = (0, 0), clock.now()
         self.dropping = asyncio.Lock()
         """Held by whoever writes down what was dropped: one at a time."""
         self._writes = DiskWrites(memory, host)
@@ -349,8 +349,10 @@ class NvmeTier:
         self._end_if_stuck(now_s)
 
     def _end_if_stuck(self, now_s: float) -> None:
-        if not self._writes.waiting or self._writes.steps != self._steps:
-            self._steps, self._stepped_s = self._writes.steps, now_s
+        # Files that leave one after the other: the capacity was lowered, and writes wait for the end of that.
+        progress = (self._writes.steps, self._disk.counts()["file_bytes"])
+        if not self._writes.waiting or progress != self._progress:
+            self._progress, self._stepped_s = progress, now_s
         elif now_s >= self._stepped_s + _STUCK_S:
             self._stepped_s = now_s
             self._writes.give_up_first()
@@ -376,15 +378,6 @@ class NvmeTier:
         self._offers.queue_bytes_max = self._queue_bytes_max()
         self.admission.set_budget(config.budget_bytes_per_day, self._clock.now())
         self._promotions.set_limits(config.limit_bytes_per_s, config.added_latency_s)
-
-    def mark(self) -> tuple[int, int]:
-        """Where the log stands now, for `dropped_file`."""
-        return self._disk.mark
-
-    def dropped_file(self, roots: list[bytes], mark: tuple[int, int]) -> tuple[Path, bytes]:
-        """What must be written, and where, so that a restart does not bring back what these roots had before
-        `mark`."""
-        return self._drops.file(roots, mark, self._disk.oldest_sequence)
 
     def close(self, timeout_s: float) -> None:
         """Seal what is being filled, if the time allows; end every promotion."""

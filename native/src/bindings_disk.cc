@@ -1,6 +1,7 @@
 // Python's view of the disk: DiskDirectory, DiskSurvey, DiskPool. The pool's owner is the daemon's loop; what
 // reads or waits for the disk (survey, close) releases the GIL.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -280,13 +281,20 @@ void bind_pool(nb::module_& m) {
                      const DiskPool::Mark mark = self.get().mark();
                      return nb::make_tuple(mark.sequence, mark.page);
                    })
+      .def_prop_ro("forgotten",
+                   [](const Self& self) {
+                     const DiskPool::Mark mark = self.get().forgotten();
+                     return nb::make_tuple(mark.sequence, mark.page);
+                   })
       .def_prop_ro("oldest_sequence", [](const Self& self) { return self.get().oldest_sequence(); })
       .def(
           "forget_before",
-          [](Self& self, NodeId root, std::uint64_t sequence, std::uint32_t page) {
-            return self.get().forget_before(root, {sequence, page});
+          [](Self& self, const std::vector<std::tuple<NodeId, std::uint64_t, std::uint32_t>>& roots) {
+            std::unordered_map<NodeId, DiskPool::Mark> marks;
+            for (const auto& [root, sequence, page] : roots) marks[root] = {sequence, page};
+            return self.get().forget_before(marks);
           },
-          "root"_a, "sequence"_a, "page"_a)
+          "roots"_a)
       .def("take_stored", [](Self& self) { return keys_result(self.get().take_stored()); })
       .def("take_removed", [](Self& self) { return keys_result(self.get().take_removed()); })
       .def("take_dropped", &pool_dropped)

@@ -133,7 +133,7 @@ std::shared_ptr<DiskDirectory> DiskDirectory::open(Options options) {
   if (!directory->is_ours()) directory->make_manifest();
   directory->read_manifest();
   directory->open_segments();
-  directory->fit_capacity();
+  directory->remove_unfinished();
   return directory;
 }
 
@@ -303,28 +303,28 @@ SegmentFile DiskDirectory::open_segment(std::uint32_t number) const {
   return file;
 }
 
-void DiskDirectory::fit_capacity() {
-  if (options_.capacity_bytes == 0) return;
+void DiskDirectory::remove_unfinished() {
+  const std::size_t before = segments_.size();
   std::size_t all = bytes();
-  if (all <= options_.capacity_bytes) return;
-  std::sort(segments_.begin(), segments_.end(), [](const SegmentFile& a, const SegmentFile& b) {
-    return std::pair(a.usable, a.header.sequence) < std::pair(b.usable, b.header.sequence);
-  });
-  auto first = segments_.begin();  // that stays
-  for (; all > options_.capacity_bytes; ++first) {
-    const std::string name = segment_name(first->number);
+  std::erase_if(segments_, [&](const SegmentFile& file) {
+    if (file.usable || options_.capacity_bytes == 0 || all <= options_.capacity_bytes) return false;
+    const std::string name = segment_name(file.number);
     if (::unlinkat(directory_.get(), name.c_str(), 0) != 0) fail(path_of(name) + ": cannot remove it");
-    all -= first->bytes();
-    ++removed_;
-  }
-  segments_.erase(segments_.begin(), first);
-  sync_names(directory_.get(), options_.path);
+    all -= file.bytes();
+    return true;
+  });
+  removed_ = before - segments_.size();
+  if (removed_ > 0) sync_names(directory_.get(), options_.path);
 }
 
 std::size_t DiskDirectory::bytes() const noexcept {
   std::size_t n = 0;
   for (const SegmentFile& file : segments_) n += file.bytes();
   return n;
+}
+
+bool DiskDirectory::over_capacity() const noexcept {
+  return options_.capacity_bytes > 0 && bytes() > options_.capacity_bytes;
 }
 
 bool DiskDirectory::room_for_another() const noexcept {

@@ -4,9 +4,9 @@
 //   lock                flock()ed while somebody uses it
 //   segment-000007.kvs  see record.h
 //
-// Capacity is the sum of the files' sizes, and it holds at any time: a file is never made when it would not fit,
-// and what a lowered capacity has no room for is removed when the directory is opened: first what was never finished,
-// then the oldest.
+// Capacity is the sum of the files' sizes: a file is never made when it would not fit. When the directory was opened
+// with a lower capacity than before, files that were never finished are removed at once; the others hold blocks, and
+// whoever uses the directory has to choose those that leave, and to discard() their files.
 //
 // Other files may lie in the directory, as long as kvstore.disk does: they are neither read, counted nor touched.
 // Files that bear a segment's name are ours.
@@ -66,14 +66,15 @@ class DiskDirectory {
   std::vector<SegmentFile>& segments() noexcept { return segments_; }
   const std::vector<SegmentFile>& segments() const noexcept { return segments_; }
   std::size_t bytes() const noexcept;  // of all segments, those that are still being made included
+  bool over_capacity() const noexcept;
   bool room_for_another() const noexcept;
-  // Files removed by open() for want of capacity.
+  // Unfinished files that open() removed for want of capacity.
   std::size_t removed() const noexcept { return removed_; }
 
   // A new empty file, for Mover::create; its position. Broken unless there is room for another; std::system_error.
   std::uint32_t add();
-  // A file that could not be made after all, or is not usable: it is deleted, and its position stays empty (no fd,
-  // 0 pages).
+  // A file that could not be made after all, is not usable, or has no room: it is deleted, and its position stays empty
+  // (no fd, 0 pages).
   void discard(std::uint32_t position) noexcept;
 
  private:
@@ -87,7 +88,7 @@ class DiskDirectory {
   void read_manifest();
   void open_segments();
   SegmentFile open_segment(std::uint32_t number) const;
-  void fit_capacity();
+  void remove_unfinished();
 
   std::string path_of(const std::string& name) const { return options_.path + "/" + name; }
   bool exists(const std::string& name) const;

@@ -129,9 +129,10 @@ void Faults::spoil(int fd, std::uint64_t start, std::uint64_t stop) {
   spoiled_.push_back({fd, start, stop});
 }
 
-void Faults::hold(DiskOp op) {
+void Faults::hold(DiskOp op, std::optional<int> fd) {
   const std::lock_guard lock(mutex_);
   holding_[index(op)] = true;
+  held_fd_[index(op)] = fd;
 }
 
 void Faults::release(DiskOp op) {
@@ -152,9 +153,10 @@ FaultCounts Faults::counts() const {
   return counts;
 }
 
-bool Faults::holds(DiskOp op) const {
+bool Faults::holds(const DiskRequest& request) const {
   const std::lock_guard lock(mutex_);
-  return holding_[index(op)];
+  const std::optional<int> fd = held_fd_[index(request.op)];
+  return holding_[index(request.op)] && (!fd || *fd == request.fd);
 }
 
 void Faults::change_held(std::ptrdiff_t by) {

@@ -94,7 +94,7 @@ class FaultyDisk final : public Disk {
     task.request = request;
     task.fate = faults_->decide(request, request.bytes());
     task.due = after(task.fate.delay_s);
-    if (task.fate.delay_s > 0 || faults_->holds(request.op)) {
+    if (task.fate.delay_s > 0 || faults_->holds(request)) {
       waiting_.push_back(i);
       faults_->change_held(1);
     } else {
@@ -139,7 +139,7 @@ class FaultyDisk final : public Disk {
     double next_s = std::numeric_limits<double>::infinity();
     std::vector<std::size_t> due;
     std::erase_if(waiting_, [&](std::size_t i) {
-      if (faults_->holds(tasks_[i].request.op)) return false;
+      if (faults_->holds(tasks_[i].request)) return false;
       const double left_s = seconds_until(tasks_[i].due);
       if (left_s <= 0) due.push_back(i);
       else next_s = std::min(next_s, left_s);

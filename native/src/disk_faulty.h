@@ -73,8 +73,8 @@ class Faults {
   void fail(DiskOp op, int error);
   // Reads of any byte of [start, stop) of a file fail with EIO.
   void spoil(int fd, std::uint64_t start, std::uint64_t stop);
-  // Requests of this kind wait; after release() they go on, in order.
-  void hold(DiskOp op);
+  // Requests of this kind (of one file, or of any) wait; after release() they go on, in order.
+  void hold(DiskOp op, std::optional<int> fd = std::nullopt);
   void release(DiskOp op);
   // Requests that wait, for a release or for their time.
   std::size_t held() const;
@@ -104,7 +104,7 @@ class Faults {
 
   Fate decide(const DiskRequest& request, std::size_t bytes);
   void decide_error(const DiskRequest& request, std::size_t bytes, std::uint64_t n, Fate& fate) const;
-  bool holds(DiskOp op) const;
+  bool holds(const DiskRequest& request) const;
   void change_held(std::ptrdiff_t by);
   // Positions in the log; nothing when nothing is recorded.
   std::optional<std::size_t> log_begin(const DiskRequest& request);
@@ -115,6 +115,7 @@ class Faults {
   std::uint64_t requests_ = 0;
   std::array<int, 4> failing_{};  // by DiskOp
   std::array<bool, 4> holding_{};
+  std::array<std::optional<int>, 4> held_fd_{};
   std::vector<Spoiled> spoiled_;
   std::size_t held_ = 0;
   FaultCounts counts_;

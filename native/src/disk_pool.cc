@@ -31,8 +31,8 @@ void check_options(const DiskOptions& options, const DiskDirectory& directory) {
   if (options.spare < 1) throw Invalid("spare: at least 1");
   if (options.slice < 1) throw Invalid("slice: at least 1");
   const DiskDirectory::Options& sizes = directory.options();
-  const std::size_t made = sizes.segment_bytes == 0 ? 0 : sizes.capacity_bytes / sizes.segment_bytes;
-  const std::size_t room = std::max(made, directory.segments().size());
+  const std::size_t room =
+      sizes.capacity_bytes == 0 ? directory.segments().size() : sizes.capacity_bytes / sizes.segment_bytes;
   if (room < kSegmentsLeast)
     throw Invalid("capacity_bytes: " + std::to_string(sizes.capacity_bytes) + " is room for " + std::to_string(room) +
                   " segments of " + std::to_string(sizes.segment_bytes) + " bytes; at least " +
@@ -102,6 +102,7 @@ void DiskPool::took(const Notice& notice) {
     case Work::Kind::kMoves: return took_moves(work.first, notice);
     case Work::Kind::kStep: return took_step(work.segment, notice);
     case Work::Kind::kSync: return took_sync(work.segment, notice);
+    case Work::Kind::kNames: return took_names(notice);
   }
 }
 
@@ -167,7 +168,7 @@ void DiskPool::close(double timeout_s) {
   stopped_ = true;  // nothing new is opened, made or evacuated
   while (timeout_s > 0) {
     for (const Notice& notice : mover_->notices()) took(notice);
-    if (writing_ == 0 && filling_ != kNone && segments_[filling_].live > 0) seal(std::exchange(filling_, kNone));
+    if (writing_ == 0) seal_everything();
     report_jobs();
     step_flushes();
     const std::chrono::duration<double> left = deadline - Clock::now();
@@ -189,6 +190,13 @@ void DiskPool::close(double timeout_s) {
     events_.push_back(std::move(event));
   }
   index_.leave(this);
+}
+
+void DiskPool::seal_everything() {
+  if (filling_ != kNone) seal(std::exchange(filling_, kNone));
+  const std::set<std::uint32_t> opening = in_[static_cast<std::size_t>(SegmentState::kOpening)];
+  for (std::uint32_t segment : opening)
+    if (segments_[segment].step == SegmentStep::kReady) seal(segment);
 }
 
 void DiskPool::release_everything() {

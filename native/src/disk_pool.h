@@ -5,7 +5,8 @@
 //             any → BROKEN when the disk refuses; tried again by resume()
 //
 //   OPENING     its header, with a new sequence and nonce, is written and synced: the old life is over. Then it
-//               waits for its turn; `spare` of them, so that nobody waits for one.
+//               waits for its turn; `spare` of them, so that nobody waits for one. close() seals it, or the next
+//               start would read all of it to find nothing.
 //   FILLING     one at a time takes records
 //   SEALING     its last writes end, sync, footer, sync
 //   EVACUATING  what is worth keeping is copied to the segment that is FILLING and synced there; then it is FREE
@@ -24,10 +25,18 @@
 // block with younger ones below it counts as used, or one old head would take the whole cache with it.
 // What leaves has nothing below it that was used since: stamps never decrease towards the root.
 //
+// Less capacity than before. What the files hold is taken up, and then segments are evacuated, in the background, one
+// after the other; each that is FREE and no spare is removed with its file, until the rest fits. What was used only
+// by blocks of other segments that have to leave does not count as used; the rest is written again whatever
+// `reinsert_share` says. Until the end no file is made and write() accepts nothing: what it took would have to leave
+// again.
+//
 // What a crash may cut (LAWS H31). (1) A segment's header is synced before its first record is written.
 // (2) A header is written over only when every record that was copied away is synced where it is now; until
-// then the node goes on with the old record. (3) A footer is written only after a sync of the records. So what
-// a flush has acknowledged is found again, whatever was under way.
+// then the node goes on with the old record. (3) A footer is written only after a sync of the records. (4) What an
+// unsealed segment held when it was taken up may be in the page cache only, and a copy of what is on the medium
+// elsewhere: before a sync of every such segment nothing is evacuated, and no SEALED one becomes FREE. So what a
+// flush has acknowledged is found again, whatever was under way.
 //
 // A disk that fails. A record that cannot be written is dead, and others go on. What cannot be opened, sealed
 // or synced is BROKEN: its records stay readable, and no segment is opened, created or evacuated before
@@ -38,6 +47,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -51,6 +61,7 @@
 
 #include "disk_directory.h"
 #include "disk_nodes.h"
+#include "disk_pool_types.h"
 #include "disk_segment.h"
 #include "disk_survey.h"
 #include "fd.h"
@@ -59,61 +70,6 @@
 #include "zeroed.h"
 
 namespace kv {
-
-struct DiskOptions {
-  double reinsert_share = 0.25;  // of a segment's bytes, written again at most
-  std::size_t spare = 2;         // segments kept FREE or OPENING, so that a save does not wait
-  std::size_t write_bytes_max = std::size_t{256} << 20;  // accepted and not yet on the disk
-  // More records than this, and the oldest segment is given up although there is room: their nodes would crowd
-  // the index, and no save would find a place for a new one.
-  std::size_t records_max = kNone;
-  std::size_t slice = 4096;  // nodes that one pump() looks at or gives up for an evacuation: about 0.3 us each
-};
-
-// Node ids are those of the call; what has failed or rotted may be gone from the index by now.
-struct DiskEvent {
-  enum class Kind : std::uint8_t { kWritten, kRead, kFlushed, kFailed, kNotMade };
-  Kind kind = Kind::kWritten;
-  std::uint64_t job = 0;            // of write(), read() or flush()
-  std::vector<NodeId> ok;           // in the order of the call
-  std::vector<NodeId> corrupt;      // of a read: rot, already dropped here
-  std::vector<NodeId> failed;       // the disk refused, or cancel(), forget(), close(), a parent that failed
-  bool last = false;                // of the job
-  int error = 0;                    // errno; kFailed: a segment could not be opened, sealed or moved; kNotMade: no file
-                                    // could be made, the tier goes on with those that it has
-  std::size_t bytes = 0;            // payload of `ok`
-  double seconds = 0;               // since the job's first submission
-};
-
-struct DiskCounts {
-  std::size_t creating = 0, free = 0, opening = 0, filling = 0, sealing = 0, sealed = 0, evacuating = 0, broken = 0;
-  std::size_t records = 0;          // readable
-  std::size_t live_bytes = 0;       // of readable records, headers not counted
-  std::size_t writing = 0;          // accepted, and not readable yet
-  std::size_t capacity_bytes = 0;   // what was configured
-  std::size_t file_bytes = 0;       // of all segments
-};
-
-// Records, since the last take.
-struct DiskDropped {
-  std::size_t evicted = 0;      // of evacuated segments, not used since they were written, and what was below them
-  std::size_t reinserted = 0;   // of evacuated segments, written again
-  std::size_t over_budget = 0;  // of evacuated segments, used, but more than reinsert_share or without room
-  std::size_t rot = 0;
-  std::size_t lost = 0;         // could not be written or moved, or their parent's could not
-  std::size_t events_lost = 0;  // keys that take_stored() and take_removed() do not tell of
-  std::size_t reinserted_bytes = 0;
-};
-
-struct DiskAdopted {
-  std::size_t readable = 0;
-  std::size_t orphaned = 0;  // the chain does not reach a root, or contradicts the index
-  std::size_t older = 0;     // there is another record of the same block, of a later segment
-  std::size_t no_room = 0;   // the index is full, or there are too many roots or formats
-  std::size_t rotten = 0;
-  std::size_t segments = 0;  // with records that were taken up
-  std::size_t unsealed = 0;  // of those; they are sealed in the background
-};
 
 class DiskPool final : public Place {
  public:
@@ -187,12 +143,16 @@ class DiskPool final : public Place {
   struct Mark {
     std::uint64_t sequence = 0;  // of a segment
     std::uint32_t page = 0;
+    friend auto operator<=>(const Mark&, const Mark&) = default;
   };
   Mark mark() const;
+  // Behind everything that forget() took: evacuations carry records past a mark, or were just doing so.
+  Mark forgotten() const { return forgotten_; }
   // Lower than it there is no record: marks below it have nothing more to say.
   std::uint64_t oldest_sequence() const;
-  // After a restart: forgets what a root had before that mark. Returns how many were readable. O(records).
-  std::size_t forget_before(NodeId root, Mark mark);
+  // After a restart: forgets what each of these roots had before its mark. Returns how many were readable. One look at
+  // every record, however many roots there are.
+  std::size_t forget_before(const std::unordered_map<NodeId, Mark>& roots);
   // Rot: this record alone.
   bool drop(NodeId node);
 
@@ -200,8 +160,8 @@ class DiskPool final : public Place {
   std::vector<Key> take_removed();  // that left, and are not back
   DiskDropped take_dropped();
 
-  // Seals what is being filled if that is possible within the time, then ends the mover, waiting for what the
-  // disk has under way. Nothing is found here any more; the last events can still be taken.
+  // Seals what is being filled or is open if that is possible within the time, then ends the mover, waiting for what
+  // the disk has under way. Nothing is found here any more; the last events can still be taken.
   void close(double timeout_s);
 
   // ---- Place -----------------------------------------------------------------------------------------------
@@ -228,7 +188,7 @@ class DiskPool final : public Place {
     bool listed = false;  // in changed_
   };
   struct Work {  // what a job of the mover is for
-    enum class Kind : std::uint8_t { kJob, kMoves, kStep, kSync };
+    enum class Kind : std::uint8_t { kJob, kMoves, kStep, kSync, kNames };
     Kind kind = Kind::kJob;
     std::uint64_t job = 0;      // kJob: ours
     std::size_t first = 0;      // kMoves: position of the first one
@@ -254,6 +214,7 @@ class DiskPool final : public Place {
     enum class Phase : std::uint8_t { kMark, kChoose, kTrim, kCopy, kWait, kSync, kEnd };
     Phase phase = Phase::kMark;
     std::uint32_t segment = kNone;
+    std::uint32_t used_since = 0;      // stamps above it are of what stays
     std::vector<NodeId> pinned;        // when it began; those not marked yet
     Zeroed<std::uint64_t> marks;       // a bit for every node, set: pinned at or below, at some time since it began
     std::uint32_t at = 0;              // next record, or next of `chosen`
@@ -277,6 +238,7 @@ class DiskPool final : public Place {
   void took_job(std::uint64_t id, const Notice& notice);
   void resolve(std::uint64_t id, std::uint32_t at, MoveStatus status);
   void report_jobs();
+  void seal_everything();
   void release_everything();
 
   // disk_records.cc
@@ -310,6 +272,7 @@ class DiskPool final : public Place {
   void move(std::uint32_t segment, SegmentState to);
   bool maintain();
   bool can_create() const noexcept;
+  bool proven() const noexcept;
   std::size_t spares() const noexcept;
   std::size_t spare_target() const noexcept;
   void count_room() noexcept;
@@ -317,7 +280,11 @@ class DiskPool final : public Place {
   void open_ahead();
   bool begin_filling();
   void recycle();
+  void remove(std::uint32_t segment);
+  void sync_names();
+  void took_names(const Notice& notice);
   void seal(std::uint32_t segment);
+  void sealed(std::uint32_t segment);
   void advance(std::uint32_t segment);
   void write_footer(std::uint32_t segment);
   void step(std::uint32_t segment, MoveId move);
@@ -331,6 +298,7 @@ class DiskPool final : public Place {
   // disk_pool_evict.cc
   bool wants_evacuation() const noexcept;
   std::uint32_t victim() const noexcept;
+  std::uint32_t leaving_age() const;
   void begin_evacuation();
   bool step_evacuation();
   std::size_t mark_chain(NodeId pinned) noexcept;
@@ -374,8 +342,14 @@ class DiskPool final : public Place {
   std::vector<std::uint32_t> emptied_;                      // may have become FREE
   std::vector<std::uint32_t> misfits_;                      // FREE, of another size than new ones
   std::uint64_t sequence_ = 0;                              // of the newest opened segment
+  Mark forgotten_;                                          // see forgotten()
+  bool forgetting_ = false;                                 // while forget() runs
   std::uint32_t clock_ = 0;                                 // even; uses are stamped clock_ + 1
+  std::vector<std::uint32_t> unlinked_;                     // their files' names may come back
+  std::vector<std::uint32_t> unlinking_;                    // no more, when the sync of names that is under way ends
   std::size_t room_ = 0;                                    // for so many new files
+  bool over_ = false;                                       // the files are larger than the capacity
+  std::size_t file_bytes_max_ = ~std::size_t{0};            // they never get larger than this again
   bool stopped_ = false, creation_stopped_ = false;         // until resume()
   bool stuck_ = false;                                      // nothing can be evacuated
   bool pins_ended_ = false;                                 // since an evacuation began

@@ -22,12 +22,10 @@ DiskAdopted DiskPool::adopt(const DiskSurvey& survey) {
     out.segments += segment.live > 0;
     if (segment.state == SegmentState::kSealed && segment.live == 0) emptied_.push_back(s);
     if (segment.state != SegmentState::kSealing) continue;
+    // What could not be read may be readable another time: a footer would say that it never was.
+    segment.footless = segment.error != 0 || segment.end_page(0) < segment.next_page;
     out.unsealed += segment.live > 0;
-    if (segment.end_page(0) < segment.next_page) {
-      move(s, SegmentState::kSealed);  // no room for a footer: it is scanned whenever it is opened
-      continue;
-    }
-    segment.dirty = true;  // found in the file; on the medium is what a sync says
+    segment.dirty = segment.adopted = true;  // found in the file; on the medium is what a sync says
     advance(s);
   }
   count_room();
@@ -58,8 +56,7 @@ void DiskPool::take_up_segments(const DiskSurvey& survey, DiskAdopted& out) {
       move(s, SegmentState::kFree);
       continue;
     }
-    // What could not be read may be readable another time: a footer would say that it never was.
-    const bool seal = found.state == FoundSegment::State::kUnsealed && found.error == 0;
+    const bool seal = found.state == FoundSegment::State::kUnsealed;
     move(s, found.records.empty() ? SegmentState::kBroken : seal ? SegmentState::kSealing : SegmentState::kSealed);
     clock_ += 2;
     segment.age = clock_;
@@ -91,7 +88,7 @@ void DiskPool::take_up_records(const DiskSurvey& survey, DiskAdopted& out) {
   std::sort(order.begin(), order.end(), [&](auto a, auto b) { return segments_[a].age > segments_[b].age; });
   std::vector<RecordRef> sorted(count);
   for (std::uint32_t s : order)
-    for (std::uint32_t i = 0; i < segments_[s].records.size(); ++i)
+    for (auto i = static_cast<std::uint32_t>(segments_[s].records.size()); i-- > 0;)  // the newest first
       sorted[starts[std::min(found[s].records[i].depth, kDepthMax)]++] = {s, i};
 
   index_.prepare(count);

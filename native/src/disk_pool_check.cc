@@ -49,8 +49,8 @@ void DiskPool::check() const {
   for (const DiskSegment& segment : segments_) under_way += segment.writing + segment.readers;
   if (evacuation_) under_way -= 2 * evacuation_->open;  // an order reads in one segment and writes in another
   if (open != under_way + held) throw Broken("disk: jobs and segments count other orders");
-  if (directory_->options().capacity_bytes > 0 && directory_->bytes() > directory_->options().capacity_bytes)
-    throw Broken("disk: the files are larger than the capacity");
+  if (directory_->options().capacity_bytes > 0 && directory_->bytes() > file_bytes_max_)
+    throw Broken("disk: the files are larger than the capacity, and than they were");
 }
 
 void DiskPool::check_segment(std::uint32_t segment) const {

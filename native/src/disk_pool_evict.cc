@@ -29,18 +29,42 @@ constexpr double kMovedShareMax = 0.5;
 }  // namespace
 
 bool DiskPool::wants_evacuation() const noexcept {
-  if (evacuation_ || stopped_) return false;
-  return (spares() < spare_target() && !can_create()) || readable_ + writing_ > options_.records_max;
+  if (evacuation_ || stopped_ || !proven()) return false;
+  return over_ || (spares() < spare_target() && !can_create()) || readable_ + writing_ > options_.records_max;
 }
 
-// The oldest one that nobody reads.
+// The oldest one that nobody reads. But where nothing could be written again (after a start, with every segment full)
+// the youngest: what is used would be lost with all below it, and below the youngest there is nothing.
 std::uint32_t DiskPool::victim() const noexcept {
+  const bool full = filling_ == kNone && spares() == 0 && !can_create();
   std::uint32_t found = kNone;
   for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kSealed)]) {
     const DiskSegment& s = segments_[segment];
-    if (!s.passed_over && s.idle() && (found == kNone || s.age < segments_[found].age)) found = segment;
+    if (s.passed_over || !s.idle()) continue;
+    if (found == kNone || (s.age < segments_[found].age) != full) found = segment;
   }
   return found;
+}
+
+// While the files are larger than the capacity: the age of the youngest segment that will have to leave. What was used
+// only by what is in those has no use any more.
+std::uint32_t DiskPool::leaving_age() const {
+  const DiskDirectory::Options& sizes = directory_->options();
+  const auto kept_free = static_cast<std::ptrdiff_t>(spare_target() + (filling_ == kNone)) -
+                         static_cast<std::ptrdiff_t>(spares());
+  auto excess = static_cast<std::ptrdiff_t>(directory_->bytes() - sizes.capacity_bytes) +
+                kept_free * static_cast<std::ptrdiff_t>(sizes.segment_bytes);
+  std::vector<std::pair<std::uint32_t, std::size_t>> sealed;  // age, bytes
+  for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kSealed)])
+    sealed.emplace_back(segments_[segment].age, file(segment).bytes());
+  std::sort(sealed.begin(), sealed.end());
+  std::uint32_t last = 0;
+  for (const auto& [age, bytes] : sealed) {
+    if (excess <= 0) break;
+    last = age;
+    excess -= static_cast<std::ptrdiff_t>(bytes);
+  }
+  return last;
 }
 
 void DiskPool::begin_evacuation() {
@@ -52,6 +76,7 @@ void DiskPool::begin_evacuation() {
   if (stuck_) return;
   Evacuation evacuation;
   evacuation.segment = segment;
+  evacuation.used_since = std::max(segments_[segment].age, over_ ? leaving_age() : 0);
   evacuation.marks = Zeroed<std::uint64_t>((index_.ids() + 63) / 64);
   index_.each_pinned([&](NodeId node) { evacuation.pinned.push_back(node); });
   evacuation_ = std::move(evacuation);
@@ -63,6 +88,7 @@ bool DiskPool::step_evacuation() {
   using enum Evacuation::Phase;
   Evacuation& e = *evacuation_;
   std::size_t steps = options_.slice;
+  if (stopped_ && e.phase < kCopy) return false;  // what was chosen would die for nothing; resume() goes on
   if (e.phase == kMark) mark_pinned(steps);
   if (e.phase == kChoose) choose(steps);
   if (e.phase == kTrim) trim(steps);
@@ -123,7 +149,7 @@ void DiskPool::choose(std::size_t& steps) {
   for (; e.at < segment.records.size(); ++e.at) {
     if (steps == 0) return;
     const NodeId node = segment.records[e.at].node;
-    const bool stays = node != kNone && (nodes_[node].stamp > segment.age || marked(node));
+    const bool stays = node != kNone && (nodes_[node].stamp > e.used_since || marked(node));
     if (stays) e.chosen.push_back(e.at);
     if (stays || node == kNone)
       --steps;
@@ -147,12 +173,14 @@ void DiskPool::split_by_budget() {
   };
   std::sort(e.chosen.begin(), e.chosen.end(), [&](std::uint32_t a, std::uint32_t b) { return rank(a) < rank(b); });
   const auto whole = static_cast<double>(std::size_t{segment.pages} * kPageBytes);
+  // Where segments have to leave, what others need of them all moves: once, for later it is no older than those.
+  const double share = over_ ? 1 : options_.reinsert_share;
   double bytes = 0;
   std::size_t stay = 0;
   for (; stay < e.chosen.size(); ++stay) {
     const DiskRecord& r = segment.records[e.chosen[stay]];
     bytes += static_cast<double>(formats_[r.format].slot_bytes() + kPageBytes);
-    if (!marked(r.node) && bytes > options_.reinsert_share * whole) break;
+    if (!marked(r.node) && bytes > share * whole) break;
     if (marked(r.node) && bytes > std::max(options_.reinsert_share, kMovedShareMax) * whole) {
       e.keep = true;
       e.chosen.clear();

@@ -21,17 +21,22 @@ std::uint64_t DiskPool::oldest_sequence() const {
   return oldest;
 }
 
-std::size_t DiskPool::forget_before(NodeId root, Mark mark) {
+std::size_t DiskPool::forget_before(const std::unordered_map<NodeId, Mark>& roots) {
   require_open();
-  index_.require(root, "root");
+  Mark last;
+  for (const auto& [root, mark] : roots) {
+    index_.require(root, "root");
+    last = std::max(last, mark);
+  }
   const std::size_t before = readable_;
   for (const DiskSegment& s : segments_) {
-    if (s.sequence > mark.sequence) continue;
+    if (s.sequence > last.sequence) continue;
     std::vector<NodeId> gone;  // what is forgotten takes all below it along, wherever that lies
-    for (const DiskRecord& r : s.records)
-      if (r.node != kNone && !r.copy && (s.sequence < mark.sequence || r.page < mark.page) &&
-          index_.root_of(r.node) == root)
-        gone.push_back(r.node);
+    for (const DiskRecord& r : s.records) {
+      if (r.node == kNone || r.copy) continue;
+      const auto dropped = roots.find(index_.root_of(r.node));
+      if (dropped != roots.end() && Mark{s.sequence, r.page} < dropped->second) gone.push_back(r.node);
+    }
     for (NodeId node : gone)
       if (index_.live(node)) forget(node);
   }

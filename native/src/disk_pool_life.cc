@@ -40,7 +40,7 @@ void DiskPool::move(std::uint32_t segment, SegmentState to) {
   DiskSegment empty;
   empty.state = to;
   empty.pages = file(segment).pages;
-  if (to == SegmentState::kFree) empty.old_sequence = s.old_sequence != 0 ? s.old_sequence : s.sequence;
+  empty.old_sequence = s.old_sequence != 0 ? s.old_sequence : s.sequence;
   empty.asked = empty.done = empty.wanted = s.asked;  // somebody may still have to see that a number was reached
   s = std::move(empty);
   if (to == SegmentState::kFree && s.pages != segment_pages_ && directory_->options().segment_bytes != 0)
@@ -54,6 +54,8 @@ void DiskPool::count_room() noexcept {
   const std::size_t used = directory_->bytes();
   const bool none = sizes.segment_bytes == 0 || used > sizes.capacity_bytes || segments_.size() >= kPositionsMax;
   room_ = none ? 0 : (sizes.capacity_bytes - used) / sizes.segment_bytes;
+  over_ = directory_->over_capacity();
+  file_bytes_max_ = std::min(file_bytes_max_, std::max(used, sizes.capacity_bytes));
 }
 
 bool DiskPool::can_create() const noexcept { return room_ > 0 && !stopped_ && !creation_stopped_; }
@@ -70,6 +72,7 @@ std::size_t DiskPool::spare_target() const noexcept {
   using enum SegmentState;
   std::size_t count = segments_.size() + (can_create() ? room_ : 0);
   for (const SegmentState state : {kGone, kBroken}) count -= in_[static_cast<std::size_t>(state)].size();
+  if (over_) count = std::min(count, directory_->options().capacity_bytes / directory_->options().segment_bytes);
   return std::clamp<std::size_t>(count < 3 ? 1 : (count - 1) / 2, 1, options_.spare);
 }
 
@@ -86,17 +89,53 @@ bool DiskPool::maintain() {
   return more;
 }
 
+// Whether all that was taken up is on the medium: see (4) in disk_pool.h.
+bool DiskPool::proven() const noexcept {
+  const auto adopted = [&](std::uint32_t segment) { return segments_[segment].adopted; };
+  return std::ranges::none_of(in_[static_cast<std::size_t>(SegmentState::kSealing)], adopted) &&
+         std::ranges::none_of(in_[static_cast<std::size_t>(SegmentState::kBroken)], adopted);
+}
+
 void DiskPool::recycle() {
+  if (!proven()) return;
   for (std::uint32_t segment : std::exchange(emptied_, {})) {
     const DiskSegment& s = segments_[segment];
     if (s.state == SegmentState::kSealed && s.live == 0 && s.idle()) move(segment, SegmentState::kFree);
   }
-  if (stopped_ || creation_stopped_) return;
-  for (std::uint32_t segment : std::exchange(misfits_, {})) {
-    if (segments_[segment].state != SegmentState::kFree) continue;
-    directory_->discard(segment);
-    move(segment, SegmentState::kGone);
-    count_room();
+  if (stopped_) return;
+  if (!creation_stopped_)
+    for (std::uint32_t segment : std::exchange(misfits_, {}))
+      if (segments_[segment].state == SegmentState::kFree) remove(segment);
+  const auto& free = in_[static_cast<std::size_t>(SegmentState::kFree)];
+  while (over_ && !free.empty() && spares() > spare_target()) remove(*free.begin());
+  sync_names();
+}
+
+void DiskPool::remove(std::uint32_t segment) {
+  directory_->discard(segment);
+  move(segment, SegmentState::kGone);
+  unlinked_.push_back(segment);
+  const bool before = over_;
+  count_room();
+  if (before && !over_) again();  // whoever has waited may write
+}
+
+void DiskPool::sync_names() {
+  if (unlinked_.empty() || !unlinking_.empty()) return;
+  unlinking_ = std::exchange(unlinked_, {});
+  Work work;
+  work.kind = Work::Kind::kNames;
+  works_.emplace(mover_->sync(directory_->fd()), work);
+}
+
+// After a refusal the next one is asked for when something is removed again.
+void DiskPool::took_names(const Notice& notice) {
+  const bool ok = notice.statuses.at(0) == MoveStatus::kOk;
+  for (std::uint32_t segment : std::exchange(unlinking_, {})) {
+    if (ok)
+      segments_[segment].old_sequence = 0;
+    else
+      unlinked_.push_back(segment);
   }
 }
 
@@ -122,7 +161,8 @@ void DiskPool::create() {
 void DiskPool::open_ahead() {
   const auto& opening = in_[static_cast<std::size_t>(SegmentState::kOpening)];
   const auto& free = in_[static_cast<std::size_t>(SegmentState::kFree)];
-  for (auto it = free.begin(); it != free.end() && !stopped_ && !closed_ && opening.size() < options_.spare;) {
+  const std::size_t ahead = over_ ? spare_target() : options_.spare;
+  for (auto it = free.begin(); it != free.end() && !stopped_ && !closed_ && opening.size() < ahead;) {
     const std::uint32_t segment = *it++;
     if (segments_[segment].pages < segment_pages_) continue;
     move(segment, SegmentState::kOpening);
@@ -165,15 +205,22 @@ void DiskPool::advance(std::uint32_t segment) {
   if (closed_ || (s.state != SegmentState::kOpening && s.state != SegmentState::kSealing)) return;
   const bool synced = s.done >= s.awaited;
   if (s.step == SegmentStep::kStart && s.writing == 0) return await_sync(segment, SegmentStep::kRecordsSync);
-  if (s.step == SegmentStep::kRecordsSync && synced) return write_footer(segment);
+  if (s.step == SegmentStep::kRecordsSync && synced) {
+    s.adopted = false;
+    return s.footless ? sealed(segment) : write_footer(segment);
+  }
   if (s.step != SegmentStep::kPagesSync || !synced) return;
   if (s.state == SegmentState::kOpening) {
     s.step = SegmentStep::kReady;
     s.old_sequence = 0;
     return;
   }
+  sealed(segment);
+}
+
+void DiskPool::sealed(std::uint32_t segment) {
   move(segment, SegmentState::kSealed);
-  if (s.live == 0) emptied_.push_back(segment);
+  if (segments_[segment].live == 0) emptied_.push_back(segment);
 }
 
 void DiskPool::await_sync(std::uint32_t segment, SegmentStep step) {

@@ -240,7 +240,10 @@ bool DiskPool::forget(NodeId node) {
   require_open();
   if (!nodes_.present(node)) return false;
   std::size_t count = 0, steps = kNone;
+  forgetting_ = true;
   kill_tree(node, count, steps);
+  forgetting_ = false;
+  if (evacuation_ && !evacuation_->moves.empty()) forgotten_ = std::max(forgotten_, mark());
   if (!changed_.empty() || !emptied_.empty()) again();
   return true;
 }

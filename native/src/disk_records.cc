@@ -10,6 +10,7 @@ namespace kv {
 
 // The segment that has room for so many pages, or kNone: there is none now.
 std::uint32_t DiskPool::allocate(std::uint32_t pages, For what) {
+  if (over_ && what == For::kSave) return kNone;
   for (;;) {
     if (filling_ == kNone && !begin_filling()) return kNone;
     const DiskSegment& segment = segments_[filling_];
@@ -86,6 +87,7 @@ void DiskPool::publish(NodeId node) {
 // The node's own record dies. Below it nothing may wait for it.
 void DiskPool::kill(NodeId node) {
   const RecordRef ref = nodes_.ref(node);
+  if (forgetting_) forgotten_ = std::max(forgotten_, Mark{segments_[ref.segment].sequence, record(ref).page + 1});
   if (nodes_.readable(node)) {
     --readable_;
     live_bytes_ -= format_of(ref).slot_bytes();

@@ -8,7 +8,7 @@ bool segment_may_move(SegmentState from, SegmentState to) noexcept {
     case kGone: return to == kCreating || to == kFree || to == kSealing || to == kSealed || to == kBroken;
     case kCreating: return to == kFree || to == kGone;
     case kFree: return to == kOpening || to == kGone;  // a file of another size than new ones makes room for one
-    case kOpening: return to == kFilling || to == kBroken;
+    case kOpening: return to == kFilling || to == kSealing || to == kBroken;
     case kFilling: return to == kSealing || to == kBroken;
     case kSealing: return to == kSealed || to == kBroken;
     case kSealed: return to == kEvacuating || to == kFree;  // nothing in it lives

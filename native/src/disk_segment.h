@@ -77,6 +77,8 @@ struct DiskSegment {
   std::uint64_t awaited = 0;   // by its own step
   bool dirty = false;          // something ended that no sync was asked for
   bool unproven = false;       // a sync failed: whether what ended before it is on the medium, nobody knows
+  bool adopted = false;        // unsealed when it was taken up, and not synced since
+  bool footless = false;       // no footer is written: it has no room, or would hide what could not be read for now
 
   // No footer is larger, whoever dies until then.
   std::uint32_t end_page(std::size_t more) const noexcept {

@@ -53,6 +53,14 @@ class CrashLog {
   CrashLog& operator=(const CrashLog&) = delete;
 
   std::size_t moments() const { return moments_; }
+  const Files& before() const { return before_; }
+  // Calls each(number, entry, safe) for what was written to a file, in the order in which it began; `safe`: from
+  // which moment on.
+  template <class Each>
+  void writes(Each each) const {
+    for (const auto& [number, file] : files_)
+      for (const Write& write : file.writes) each(number, *write.entry, write.safe);
+  }
 
   // Everything of which the number is below `moment` has happened.
   Files image(std::size_t moment, Random& random) const {

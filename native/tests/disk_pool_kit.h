@@ -33,7 +33,8 @@ struct DiskPoolProbe {
 namespace kv::test {
 
 inline constexpr std::size_t kSmallSegment = kSegmentBytesMin;  // 256 pages
-inline const SlotFormat kBlock{2, 3, 1000};                     // a record of 3 pages: 84 fit a small segment
+inline const SlotFormat kBlock{2, 3, 1000};                     // a record of 3 pages
+inline constexpr std::size_t kPerSegment = 84;  // of a small one: 1 + 84 * 3 + 3 = 256 pages: header, records, footer
 
 struct RigOptions {
   std::size_t segments = 6;  // of room
@@ -44,6 +45,7 @@ struct RigOptions {
   DiskOptions pool{};
   bool check = true;   // laws after every pump
   bool direct = true;  // where the file system can
+  std::shared_ptr<Faults> faults{};  // what shall go wrong from the start on
 };
 
 // payload_of() as a test needs it again and again; one format a key.
@@ -70,7 +72,7 @@ class Rig {
  public:
   explicit Rig(const std::string& path, RigOptions options = {})
       : options_(std::move(options)), index(options_.nodes_max), arena(Arena::create("test", 4 * kHugeBytes)),
-        faults(std::make_shared<Faults>()) {
+        faults(options_.faults ? options_.faults : std::make_shared<Faults>()) {
     for (SlotId slot = 0; slot + options_.slot_pages <= arena->pages(); slot += options_.slot_pages)
       free_.push_back(slot);
     DiskDirectory::Options where;
@@ -88,7 +90,10 @@ class Rig {
     adopted = pool->adopt(survey);
     check();
   }
-  ~Rig() { pool.reset(); }
+  ~Rig() {
+    for (const DiskOp op : {DiskOp::kRead, DiskOp::kWrite, DiskOp::kSync, DiskOp::kAllocate}) faults->release(op);
+    pool.reset();
+  }
 
   void check() {
     if (!options_.check) return;
@@ -245,5 +250,21 @@ class Rig {
   std::map<std::uint64_t, Outcome> jobs;
   std::vector<int> troubles;
 };
+
+inline RigOptions small(std::size_t segments) {
+  RigOptions options;
+  options.segments = segments;
+  return options;
+}
+
+// One chain of its own per segment, the first block of the i-th named first + 1000 * i.
+inline std::vector<std::vector<NodeId>> fill(Rig& rig, std::size_t segments, std::uint64_t first = 1000) {
+  std::vector<std::vector<NodeId>> chains;
+  for (std::size_t i = 0; i < segments; ++i) {
+    chains.push_back(rig.save(rig.root(), first + 1000 * i, kPerSegment));
+    rig.settle();
+  }
+  return chains;
+}
 
 }  // namespace kv::test

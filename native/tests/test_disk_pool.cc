@@ -41,7 +41,7 @@ TEST_CASE("disk pool: which of the transitions of a segment exist") {
   const std::set<std::pair<SegmentState, SegmentState>> moves = {
       {kGone, kCreating},   {kGone, kFree},      {kGone, kSealing},      {kGone, kSealed},
       {kGone, kBroken},     {kCreating, kFree},  {kCreating, kGone},     {kFree, kOpening},
-      {kFree, kGone},       {kOpening, kFilling}, {kOpening, kBroken},   {kFilling, kSealing},
+      {kFree, kGone},       {kOpening, kFilling}, {kOpening, kSealing},  {kOpening, kBroken},  {kFilling, kSealing},
       {kFilling, kBroken},  {kSealing, kSealed}, {kSealing, kBroken},    {kSealed, kEvacuating},
       {kSealed, kFree},     {kEvacuating, kFree}, {kEvacuating, kSealed}, {kBroken, kFree},
       {kBroken, kSealing}};
@@ -322,6 +322,14 @@ TEST_CASE("disk pool: an end in time seals, an end at once does not; either leav
       CHECK_THROWS_AS(rig.pool->write(nodes, slots, kBlock), Invalid);
       CHECK_THROWS_AS(rig.pool->flush(), Invalid);
       rig.pool->close(1);
+    }
+    {
+      DiskDirectory::Options tool;
+      tool.path = dir.path();
+      tool.create = false;
+      DiskSurvey survey(DiskDirectory::open(tool));
+      survey.read(1);
+      CHECK((survey.bytes_in_all() == 0) == (timeout_s > 0));  // also of segments that were open and empty
     }
     Rig rig(dir.path());
     CHECK(rig.adopted.unsealed == (timeout_s > 0 ? 0 : 1));

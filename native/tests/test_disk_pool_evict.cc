@@ -1,37 +1,21 @@
 // Who leaves the disk when it is full: oldest segments first, but not what is used, and never more than fits.
-#include <cerrno>
 #include <utility>
 
 #include "disk_pool_kit.h"
 
 using namespace kv;
+using test::fill;
 using test::kBlock;
 using test::key_of;
+using test::kPerSegment;
 using test::Outcome;
 using test::Rig;
 using test::RigOptions;
+using test::small;
 using test::sorted;
 using test::TempDir;
 
 namespace {
-
-constexpr std::size_t kPerSegment = 84;  // 1 + 84 * 3 + 3 = 256 pages: header, records, footer
-
-RigOptions small(std::size_t segments) {
-  RigOptions options;
-  options.segments = segments;
-  return options;
-}
-
-// One chain of its own per segment, the first block of the i-th named 1000 * (i + 1).
-std::vector<std::vector<NodeId>> fill(Rig& rig, std::size_t segments, std::uint64_t first = 1000) {
-  std::vector<std::vector<NodeId>> chains;
-  for (std::size_t i = 0; i < segments; ++i) {
-    chains.push_back(rig.save(rig.root(), first + 1000 * i, kPerSegment));
-    rig.settle();
-  }
-  return chains;
-}
 
 std::size_t held_bytes(const Rig& rig) { return rig.pool->counts().file_bytes; }
 
@@ -208,85 +192,6 @@ TEST_CASE("disk pool evict: what died meanwhile is not brought back by its copy"
   CHECK(rig.read(left).ok == sorted(left));
 }
 
-TEST_CASE("disk pool evict: rot in what should stay is a hole, and a disk that refuses keeps the segment") {
-  for (const bool refuses : {false, true}) {
-    CAPTURE(refuses);
-    TempDir dir;
-    Rig rig(dir.path(), small(6));
-    const auto chains = fill(rig, 4);
-    rig.pool->touch(std::span(chains[0]).first(20));
-    const DiskCounts before = rig.pool->counts();
-    CHECK(before.sealed >= 3);
-    FaultSpec spec;
-    (refuses ? spec.read_eio : spec.flip_read) = 1;
-    rig.faults->set(spec);
-    rig.save(rig.root(), 20000, kPerSegment);
-    rig.save(rig.root(), 21000, 10);
-    rig.settle();
-    rig.faults->set({});
-    const DiskDropped dropped = rig.pool->take_dropped();
-    if (!refuses) {
-      CHECK(dropped.rot > 0);
-      CHECK(dropped.rot + dropped.reinserted == 20);
-      CHECK(rig.readable(chains[0]) == dropped.reinserted);
-      continue;
-    }
-    CHECK(dropped.reinserted == 0);
-    CHECK_FALSE(rig.troubles.empty());
-    CHECK(rig.readable(chains[0]) == 20);
-    CHECK(rig.read({chains[0].begin(), chains[0].begin() + 20}).ok.size() == 20);
-    rig.pool->resume();
-    rig.settle();
-    CHECK(rig.pool->take_dropped().reinserted == 20);
-    CHECK(rig.readable(chains[0]) == 20);
-  }
-}
-
-TEST_CASE("disk pool evict: what cannot be moved twice is lost, so that its segment does not stay for ever") {
-  TempDir dir;
-  Rig rig(dir.path(), small(6));
-  const auto chains = fill(rig, 4);
-  rig.pool->touch(std::span(chains[0]).first(20));
-  FaultSpec spec;
-  spec.read_eio = 1;
-  rig.faults->set(spec);
-  rig.save(rig.root(), 20000, kPerSegment);
-  rig.save(rig.root(), 21000, 10);
-  rig.settle();
-  CHECK(rig.readable(chains[0]) == 20);
-  rig.pool->resume();
-  rig.settle();
-  CHECK(rig.readable(chains[0]) == 0);
-  CHECK(rig.pool->take_dropped().lost == 20);
-  CHECK(rig.pool->counts().evacuating == 0);
-}
-
-TEST_CASE("disk pool evict: a sync that fails leaves the old records in their place") {
-  TempDir dir;
-  Rig rig(dir.path(), small(6));
-  const auto chains = fill(rig, 4);
-  rig.pool->touch(std::span(chains[0]).first(20));
-  rig.faults->hold(DiskOp::kRead);
-  rig.save(rig.root(), 20000, kPerSegment);
-  rig.save(rig.root(), 21000, 10);
-  CHECK(rig.flush() == 0);
-  CHECK(rig.drive([&] { return rig.pool->counts().evacuating == 1 && rig.faults->held() > 0; }));
-  rig.faults->fail(DiskOp::kSync, EIO);
-  rig.faults->release(DiskOp::kRead);
-  rig.settle();
-  CHECK(rig.pool->counts().broken >= 1);
-  CHECK(rig.pool->counts().evacuating == 0);
-  CHECK(rig.readable(chains[0]) == 20);
-  CHECK(rig.pool->take_dropped().reinserted == 0);
-  rig.faults->fail(DiskOp::kSync, 0);
-  rig.pool->resume();
-  rig.settle();
-  CHECK(rig.pool->counts().broken == 0);
-  CHECK(rig.pool->take_dropped().reinserted == 20);
-  CHECK(rig.readable(chains[0]) == 20);
-  CHECK(rig.read({chains[0].begin(), chains[0].begin() + 20}).ok.size() == 20);
-}
-
 TEST_CASE("disk pool evict: more records than records_max is too many, whatever room there is") {
   TempDir dir;
   RigOptions options = small(12);
@@ -309,6 +214,43 @@ TEST_CASE("disk pool evict: a segment in which nothing lives is used again at on
   rig.settle();
   CHECK(rig.pool->counts().free == free + 2);
   CHECK(rig.pool->take_dropped().evicted == 0);
+}
+
+TEST_CASE("disk pool evict: what waits for its parent is moved, and goes on waiting") {
+  TempDir dir;
+  Rig rig(dir.path(), small(6));
+  rig.settle();
+  rig.save(rig.root(), 1000, kPerSegment - 1);
+  std::uint32_t first = 0;
+  while (rig.pool->nodes(first, 1).empty()) ++first;
+  rig.faults->hold(DiskOp::kWrite, rig.directory->segments()[first].fd.get());
+  const auto nodes = rig.chain(rig.root(), 5000, 1 + kPerSegment);  // the parent ends the first segment
+  std::vector<SlotId> slots;
+  for (NodeId id : nodes) slots.push_back(rig.ready(rig.index.node(id).key));
+  const auto write = [&](std::size_t from, std::size_t n) {
+    const auto begun = rig.pool->write(std::span(nodes).subspan(from, n), std::span(slots).subspan(from, n), kBlock);
+    REQUIRE(begun.accepted == n);
+    return begun.job;
+  };
+  const std::uint64_t parent = write(0, 1), children = write(1, kPerSegment);
+  rig.index.unpin(nodes.back());
+  const std::vector<NodeId> used(nodes.begin() + 1, nodes.begin() + 11);
+  rig.pool->touch(std::span(used).last(1));
+  std::size_t reinserted = 0;
+  for (std::uint64_t name = 20000; reinserted == 0 && name < 30000; name += 1000) {
+    rig.save(rig.root(), name, kPerSegment);
+    rig.drive([] { return false; }, 0.02);
+    reinserted = rig.pool->take_dropped().reinserted;
+  }
+  CHECK(reinserted == used.size());
+  CHECK(rig.faults->held() > 0);
+  CHECK(rig.readable(nodes) == 0);
+  rig.faults->release(DiskOp::kWrite);
+  CHECK(rig.wait(parent).ok == std::vector<NodeId>{nodes[0]});
+  const Outcome outcome = rig.wait(children);
+  CHECK(outcome.ok == sorted(used));
+  CHECK(outcome.failed.size() == kPerSegment - used.size());
+  CHECK(rig.read(used).ok == sorted(used));
 }
 
 TEST_CASE("disk pool evict: in slices of any size it comes to the same end") {

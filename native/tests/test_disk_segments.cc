@@ -124,44 +124,56 @@ TEST_CASE("only a whole header of this directory, for this very file, makes a se
   }
 }
 
-TEST_CASE("a lowered capacity removes what was never finished, then the oldest, and holds from then on") {
+TEST_CASE("a lowered capacity removes what was never finished, and leaves the choice of the rest") {
   const TempDir at;
   const std::string path = at.path("disk");
   {
     const auto directory = DiskDirectory::open(options_for(at, 8));
-    // Numbers say nothing about age. 4 was never opened, 6 never finished.
-    const std::uint64_t sequences[] = {9, 3, 12, 5, 0, 8};
-    for (std::uint32_t i = 0; i < 6; ++i) SegmentImage(header_for(*directory, i, sequences[i])).save(path);
-    SegmentImage(header_for(*directory, 6, 99)).save(path, kSegment / 2);
+    // 4 was never opened, 2 and 6 never finished.
+    const std::uint64_t sequences[] = {9, 3, 12, 5, 0, 8, 99};
+    for (std::uint32_t i = 0; i < 7; ++i)
+      SegmentImage(header_for(*directory, i, sequences[i])).save(path, i == 2 || i == 6 ? kSegment / 2 : kSegment);
   }
-  const auto left = [&](std::size_t segments) {
-    const auto directory = DiskDirectory::open(options_for(at, segments));
-    CHECK(directory->bytes() <= segments * kSegment);
-    std::set<std::uint32_t> on_disk;
-    for (std::uint32_t i = 0; i < 8; ++i)
-      if (fs::exists(segment_path(path, i))) on_disk.insert(i);
-    CHECK(on_disk == numbers_of(*directory));
-    for (const SegmentFile& file : directory->segments()) {
-      SegmentHeader header;  // through its own descriptor: they went along with their files
-      const PageBuffer page(1);
-      if (!file.usable) continue;
-      REQUIRE(read_pages(file.fd.get(), 0, page.data(), 1) == 0);
-      REQUIRE(decode(page.data(), header));
-      CHECK(header.segment == file.number);
-    }
-    return std::pair(numbers_of(*directory), directory->removed());
-  };
   using Numbers = std::set<std::uint32_t>;
+  const auto on_disk = [&] {
+    Numbers numbers;
+    for (std::uint32_t i = 0; i < 8; ++i)
+      if (fs::exists(segment_path(path, i))) numbers.insert(i);
+    return numbers;
+  };
   CHECK(DiskDirectory::open(tool_for(at))->segments().size() == 7);  // a tool removes nothing
-  CHECK(left(7) == std::pair(Numbers{0, 1, 2, 3, 4, 5, 6}, std::size_t{0}));
-  CHECK(left(6) == std::pair(Numbers{0, 1, 2, 3, 4, 5}, std::size_t{1}));
-  CHECK(left(5) == std::pair(Numbers{0, 1, 2, 3, 5}, std::size_t{1}));
-  CHECK(left(5) == std::pair(Numbers{0, 1, 2, 3, 5}, std::size_t{0}));
-  CHECK(left(2) == std::pair(Numbers{0, 2}, std::size_t{3}));
-  CHECK(left(8) == std::pair(Numbers{0, 2}, std::size_t{0}));
+  {
+    const auto directory = DiskDirectory::open(options_for(at, 6));  // of which two are half as large
+    CHECK(directory->removed() == 0);
+    CHECK_FALSE(directory->over_capacity());
+  }
+  {
+    auto options = options_for(at, 6);
+    options.capacity_bytes -= kSegment / 2;
+    const auto directory = DiskDirectory::open(options);
+    CHECK(directory->removed() == 1);
+    CHECK_FALSE(directory->over_capacity());
+    CHECK(on_disk() == numbers_of(*directory));
+  }
+  const auto directory = DiskDirectory::open(options_for(at, 3));
+  CHECK(directory->removed() == 1);
+  CHECK(numbers_of(*directory) == Numbers{0, 1, 3, 4, 5});
+  CHECK(on_disk() == Numbers{0, 1, 3, 4, 5});
+  CHECK(directory->bytes() == 5 * kSegment);
+  for (const SegmentFile& file : directory->segments()) CHECK(file.usable);
+  for (std::uint32_t position : {3u, 1u}) {
+    CHECK(directory->over_capacity());
+    CHECK_FALSE(directory->room_for_another());
+    CHECK_THROWS_AS(directory->add(), Broken);
+    directory->discard(position);
+  }
+  CHECK_FALSE(directory->over_capacity());
+  CHECK(on_disk() == numbers_of(*directory));
+  directory->discard(0);
+  CHECK(directory->room_for_another());
 }
 
-TEST_CASE("a segment larger than the whole capacity goes, and segments of other sizes stay") {
+TEST_CASE("segments of other sizes stay, also one that is larger than the whole capacity") {
   const TempDir at;
   const std::string path = at.path("disk");
   {
@@ -171,15 +183,14 @@ TEST_CASE("a segment larger than the whole capacity goes, and segments of other 
     SegmentImage(small).save(path);
     SegmentImage(large).save(path);
   }
-  {
-    const auto directory = DiskDirectory::open(options_for(at, 4));
+  for (const std::size_t segments : {4, 2}) {
+    const auto directory = DiskDirectory::open(options_for(at, segments));
     CHECK(directory->bytes() == 4 * kSegment);
     CHECK(segment_of(*directory, 1).usable);
+    CHECK(directory->over_capacity() == (segments == 2));
     CHECK_FALSE(directory->room_for_another());
+    CHECK(directory->removed() == 0);
   }
-  const auto directory = DiskDirectory::open(options_for(at, 2));
-  CHECK(directory->segments().empty());
-  CHECK(directory->removed() == 2);
 }
 
 TEST_CASE("a tool makes nothing and removes nothing") {

@@ -38,4 +38,5 @@ def test_three_kills_in_the_middle_of_writes_lose_nothing_that_was_flushed() -> 
     assert report.tally.blocks_flushed > 0
     assert report.blocks_verified > 0
     assert report.damage_noticed
+    assert report.drops_noticed
     assert report.kills_with_writes_in_flight >= 2, "a loaded machine may miss one"

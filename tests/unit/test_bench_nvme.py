@@ -14,7 +14,7 @@ import pytest
 
 from bench import nvme_fio, nvme_place
 from bench.kill9 import Report
-from bench.kill9_ledger import KINDS, Ledger, Offered
+from bench.kill9_ledger import KINDS, Ledger, Offered, names
 from bench.kill9_memory import KeyedMemory
 from bench.measure import Measured
 from bench.numbers_nvme import kill9_text, nvme_text
@@ -246,6 +246,25 @@ def test_what_is_old_or_begins_like_something_old_may_be_evicted() -> None:
     assert not ledger.must_be_there(new)
 
 
+def test_what_was_never_saved_or_was_dropped_must_not_be_there() -> None:
+    ledger = Ledger(segment_bytes=MIB)
+    one = offered(ledger, 4)
+    keys = set(names(one.chain))
+    assert ledger.strays(KINDS[0], keys) == keys
+    ledger.begin(one, 0, 3)
+    assert ledger.strays(KINDS[0], keys) == {names(one.chain)[3]}
+    ledger.acknowledge(one)
+    flushed = ledger.acknowledged()
+    ledger.expect_drop(KINDS[0])
+    ledger.flush(flushed)  # it was asked for before the drop, and ended after it
+    assert not ledger.must_be_there(one)
+    ledger.dropped(KINDS[0])
+    assert ledger.strays(KINDS[0], keys) == keys
+    ledger.begin(one, 0, 1)
+    assert ledger.strays(KINDS[0], keys) == keys - {names(one.chain)[0]}
+    assert ledger.strays(KINDS[1], keys) == keys, "of another namespace"
+
+
 def test_one_wrong_byte_shows() -> None:
     memory = KeyedMemory(BlockLayout(1, 2, 64, "float32", 4), 5)
     keys = np.random.default_rng(1).integers(0, 256, (4, 32), np.uint8)
@@ -263,14 +282,14 @@ def test_one_wrong_byte_shows() -> None:
 
 
 def test_bars_of_kill9() -> None:
-    report = Report(rounds=100, kills_with_writes_in_flight=90, damage_noticed=True)
+    report = Report(rounds=100, kills_with_writes_in_flight=90, damage_noticed=True, drops_noticed=True)
     report.tally.blocks_flushed = 1
     assert report.missed() == []
     report.kills_with_writes_in_flight = 89
     assert len(report.missed()) == 1
     for name in ("flushed_lost", "corrupt", "phantom", "blocks_evicted_wrongly", "unsound"):
-        bad = Report(rounds=1, kills_with_writes_in_flight=1, damage_noticed=True)
+        bad = Report(rounds=1, kills_with_writes_in_flight=1, damage_noticed=True, drops_noticed=True)
         bad.tally.blocks_flushed = 1
         setattr(bad, name, 1)
         assert bad.missed() == [f"{name} 1, bar 0"]
-    assert len(Report(rounds=1, kills_with_writes_in_flight=1).missed()) == 2, "nothing flushed, no control"
+    assert len(Report(rounds=1, kills_with_writes_in_flight=1).missed()) == 3, "nothing flushed, no controls"

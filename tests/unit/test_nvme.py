@@ -169,12 +169,37 @@ def test_capacity_holds_also_when_it_is_lowered(tmp_path: Path) -> None:
         salts = salts or Salts.load(config)
         with StoreDriver(config, salts) as driver:
             session = driver.attach()
+            driver.pump(lambda most=capacity * MIB: driver.nvme.counts()["file_bytes"] <= most)
             for number in range(30):
                 session.save(session.chain(tokens(5, 1000 * number)))
                 driver.settle()
                 files = list((tmp_path / "disk").glob("**/segment-*.kvs"))
                 assert sum(file.stat().st_size for file in files) <= capacity * MIB
             driver.store.check()
+
+
+def test_a_lowered_capacity_keeps_shared_heads_and_what_is_youngest(reopen: Reopen, tmp_path: Path) -> None:
+    sizes = [small_config(nvme=small_disk(tmp_path / "disk", capacity_bytes=size * MIB)) for size in (40, 8)]
+    driver = reopen(config=sizes[0])
+    session = driver.attach()
+    head = list(tokens(3))
+    chains = [session.chain(head + list(tokens(4, 1000 * number))) for number in range(1, 31)]
+    for chain in chains:
+        session.save(chain)
+        driver.settle()
+    driver = reopen(config=sizes[1])
+    assert driver.nvme.counts()["records"] >= 3 + 25 * 4  # a pump or two have passed
+    assert driver.nvme.counts()["file_bytes"] > 8 * MIB
+    session = driver.attach()
+    young = session.chain(head + list(tokens(4, 90_000)))
+    session.save(young)  # it is on the disk when there is room
+    driver.settle()
+    assert driver.nvme.counts()["file_bytes"] <= 8 * MIB
+    blocks = [session.lookup(chain).blocks for chain in chains]
+    assert min(blocks) == 3
+    assert blocks[-1] == 7
+    assert driver.nvme.counts()["records"] >= 3 + 3 * 4
+    assert driver.nvme.counters.dropped["evicted"] > 0
 
 
 def test_one_directory_serves_one_daemon(reopen: Reopen, disk_config: Config) -> None:

@@ -118,7 +118,7 @@ NVME_GAUGES = (
     ),
     Metric(
         "kvstore_nvme_file_bytes",
-        "Bytes of all segment files.",
+        "Bytes of all segment files; more than the capacity for a while after it was lowered.",
         GROUP,
         _by_tier(lambda nvme: nvme.counts()["file_bytes"]),
     ),
