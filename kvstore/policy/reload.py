@@ -38,6 +38,8 @@ BLIND_S = 1.0
 # W has to be below so much of R: less gain is within the error of both predictions, and a load that lags may
 # cost a tenth of R.
 _WORTH = 0.95
+# A load of everything that takes so little of R is not compared with shorter ones: that is all they could save.
+_CLEAR = 0.03
 # Lengths of a load that are compared, beside those where its slope changes. Between two of those the seconds
 # are concave but for the engine's steps, so the best is at an end, or a step's overhead off.
 _LENGTHS = 8
@@ -161,6 +163,9 @@ def _loads(terms: Terms, all_s: float) -> list[_Option]:
     count = reach - start
     lengths = {start + -(-count * part // _LENGTHS) for part in range(1, _LENGTHS + 1)}
     lengths |= terms.turns
+    all_rest_s = terms.compute(reach, question.prompt_tokens)
+    if all_rest_s is not None and terms.load(start, reach) <= _CLEAR * (all_s - all_rest_s):
+        lengths = {reach}
     options = []
     for k in lengths:
         rest_s = terms.compute(k, question.prompt_tokens)

@@ -44,8 +44,10 @@ def test_it_is_the_best_of_all_that_could_be_done(question: ReloadQuestion) -> N
         if predicted is not None and exact is not None:
             assert exact <= predicted * (1 + 1e-9)
             if choice is not decision.choice:
-                # The lengths in between are not all tried: a step's overhead may be missed, no more.
-                assert predicted <= exact * (1 + 1e-9) + curve.c0
+                # The lengths in between are not all tried: a step's overhead may be missed, and where loading
+                # all takes next to nothing, a part of that.
+                clear_s = 0.03 * (best[Choice.RECOMPUTE] or 0.0) if choice is Choice.LOAD else 0.0
+                assert predicted <= exact * (1 + 1e-9) + curve.c0 + clear_s
     chosen = decision.predicted_s[decision.choice]
     assert chosen == pytest.approx(total_s(question, decision))
     if decision.choice is not Choice.RECOMPUTE:
