@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.machine import RESULTS
 from bench.numbers_nvme import kill9_text, nvme_text
+from bench.numbers_plan import breakeven_text
 
 __all__ = ["main", "rendered"]
 
@@ -182,6 +183,12 @@ def _kill9() -> str:
     return f"{kill9_text(result)} {_origin(result)}\n"
 
 
+def _breakeven() -> str:
+    name = "breakeven_quick"
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return f"{breakeven_text(result, name)} {_origin(result)}\n"
+
+
 def _vllm_two() -> str:
     result: dict[str, Any] = json.loads((RESULTS / "vllm_two.json").read_text())
     lines = ["```console"]
@@ -239,6 +246,7 @@ _BLOCKS = {
     "memory": _memory,
     "nvme": _nvme,
     "kill9": _kill9,
+    "breakeven": _breakeven,
     "vllm": _vllm,
     "vllm_two": _vllm_two,
     "aiofiles": _aiofiles,

@@ -99,9 +99,7 @@ async def _drop_on_disk(group: Group, roots: set[int], dropped: Dropped) -> None
 
     for nodes in nvme.nodes_in_parts():
         await _in_slices(group, roots, nodes, nvme.present, drop)
-    if (
-        nvme.marks.forgotten() > mark
-    ):  # an evacuation has carried some of it on: all up to now
+    if nvme.marks.forgotten() > mark:  # an evacuation has carried some of it on: all up to now
         mark = nvme.marks.now()
         dropped.nvme += nvme.marks.drop_before(roots, mark, REASON)
         group.record_changes()

@@ -62,6 +62,8 @@ class StoreTables:
         """Look up and load, but commit and save nothing."""
         self.force: Choice | None = None
         """Do this with every match, whatever its plan says (for experiments)."""
+        self.can_split = True
+        """Whether plans may split (False for experiments)."""
         self.on_loaded: Callable[[list[int]], None] | None = None
         """Called with the blocks that a load has just filled (for experiments)."""
         self.dropped_saves: list[str] = []
@@ -120,7 +122,9 @@ class StoreTables:
         """What the plan of a request depends on beside its keys."""
         mode = "" if self.force is None else "recompute" if self.force is Choice.RECOMPUTE else "load"
         decodes, context = self._decoding
-        return Intent(tokens, request_id, can_split=True, decodes=decodes, decode_context=context, mode=mode)
+        return Intent(
+            tokens, request_id, can_split=self.can_split, decodes=decodes, decode_context=context, mode=mode
+        )
 
     def _begin_load(self, table: Table, handle: Handle, found: Hit, got: DaemonTable) -> None:
         """Begin what the plan says, from the first block that the device lacks (it may have lost some)."""

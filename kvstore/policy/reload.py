@@ -38,7 +38,7 @@ BLIND_S = 1.0
 # W has to be below so much of R: less gain is within the error of both predictions, and a load that lags may
 # cost a tenth of R.
 _WORTH = 0.95
-# A load of everything that takes so little of R is not compared with shorter ones: that is all they could save.
+# A load of everything that takes so little of R is not compared with shorter ones: they could save no more.
 _CLEAR = 0.03
 # Lengths of a load that are compared, beside those where its slope changes. Between two of those the seconds
 # are concave but for the engine's steps, so the best is at an end, or a step's overhead off.

@@ -1,0 +1,150 @@
+"""A disk that gets slow, or stops, in the middle of a load: what does it cost, and is it noticed?
+
+    python -m bench.surprises --json      some five minutes
+
+The stage of bench.breakeven: SmolLM2-135M on the embedded engine, a prompt of 1,536 tokens that is only on
+NVME. The disk is as fast as it is until a load has begun; then it is slowed down in mid-load, to 5 MB/s
+or to a stall. Twice: with an engine that may only load or compute, which is the lag rule's case, and with one
+that may split.
+
+    surprise_over_recompute_max    the slowest of those requests over the median of recompute beside them
+    requests_until_doubted_max     asked while the disk stays slow, until one is no longer loaded
+    requests_until_loaded_max      asked after it is fast again, until one is loaded again
+
+Recompute runs twice in each turn; that control is `aa_p95`, and above 0.05 the run calls itself void.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from bench.breakeven_stage import Stage, stage
+from bench.measure import finish, parser
+
+__all__ = ["main"]
+
+MB = 1_000_000
+TOKENS, WARM_TOKENS = 1536, 256
+TURNS = 5
+# The load of an unlimited disk takes some 0.1 s in all: this is its middle.
+_IN_MID_LOAD_S = 0.03
+_LIMITS = {"5 MB/s": 5 * MB, "stall": 1}
+_REQUESTS_MAX = 20
+_SURPRISE_MAX, _AA_MAX = 1.10, 0.05
+
+
+def main() -> int:
+    """Exit status: 0, 1 where a bar was missed, 3 when void."""
+    options = parser("surprises", __doc__).parse_args()
+    rows: list[dict[str, Any]] = []
+    recompute: list[float] = []
+    again: list[float] = []
+    with stage((TOKENS, WARM_TOKENS)) as place:
+        for can_split in (False, True):
+            place.tables.can_split = can_split
+            for name, limit in _LIMITS.items():
+                for _ in range(TURNS):
+                    recompute.append(place.ask("recompute", TOKENS).ttft_s)
+                    rows.append(_surprise(place, name, limit) | {"can_split": can_split})
+                    again.append(place.ask("recompute", TOKENS).ttft_s)
+                    if not options.json:
+                        print(_line(rows[-1], recompute[-1]), flush=True)
+    base_s = statistics.median(recompute + again)
+    aa = float(np.quantile([abs(b / a - 1.0) for a, b in _halves(recompute, again)], 0.95))
+    over = [row["ttft_s"] / base_s for row in rows]
+    figures: dict[str, Any] = {
+        "aa_p95": _short(aa),
+        "recompute_s": _short(base_s),
+        "surprise_over_recompute_max": _short(max(over)),
+        "surprise_over_recompute_median": _short(statistics.median(over)),
+        "surprised": sum(row["choice"] != "recompute" for row in rows),
+        "requests_until_doubted_max": max(row["requests_until_doubted"] for row in rows),
+        "requests_until_loaded_max": max(row["requests_until_loaded"] for row in rows),
+        "outputs_identical": len({row["tokens"] for row in rows}) == 1,
+        "rows": rows,
+    }
+    figures["missed"] = _missed(figures)
+    void = f"noise: recompute is off from itself by {aa:.1%}" if aa > _AA_MAX else ""
+    status = finish("surprises", options, figures, [void])
+    return status or int(bool(figures["missed"]))
+
+
+def _surprise(place: Stage, name: str, limit: int) -> dict[str, Any]:
+    """One load that is slowed down in its middle, then what the planner makes of it."""
+    place.set_limit(0)
+    loaded = _until(place, lambda answer: answer.choice in ("load", "split") and answer.loaded_tokens > 0)
+    with _after(_IN_MID_LOAD_S, lambda: place.slow_down(limit)):
+        hit = place.ask("planner", TOKENS)
+    words = place.client.explain(str(hit.plan.get("request", ""))).get("words", [])
+    doubted = _until(place, lambda answer: answer.choice == "recompute" or answer.choice == "split")
+    place.set_limit(0)
+    back = _until(place, lambda answer: answer.choice in ("load", "split") and answer.loaded_tokens > 0)
+    return {
+        "limit": name,
+        "choice": hit.choice,
+        "ttft_s": _short(hit.ttft_s),
+        "loaded_tokens": hit.loaded_tokens,
+        "tokens": str(hit.tokens),
+        "requests_until_doubted": doubted,
+        "requests_until_loaded": max(loaded, back),
+        "explained": " ".join(words),
+    }
+
+
+def _until(place: Stage, done: Any) -> int:
+    """Requests that the planner was asked for until one is what was waited for; _REQUESTS_MAX + 1 = none."""
+    for number in range(1, _REQUESTS_MAX + 1):
+        if done(place.ask("planner", WARM_TOKENS)):
+            return number
+    return _REQUESTS_MAX + 1
+
+
+@contextmanager
+def _after(seconds: float, act: Any) -> Iterator[None]:
+    timer = threading.Timer(seconds, act)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def _halves(recompute: list[float], again: list[float]) -> list[tuple[float, float]]:
+    """Medians of both, for each limit and engine."""
+    return [
+        (statistics.median(recompute[at : at + TURNS]), statistics.median(again[at : at + TURNS]))
+        for at in range(0, len(recompute), TURNS)
+    ]
+
+
+def _missed(figures: dict[str, Any]) -> list[str]:
+    out = []
+    if figures["surprise_over_recompute_max"] > _SURPRISE_MAX + figures["aa_p95"]:
+        out.append(f"surprise_over_recompute_max {figures['surprise_over_recompute_max']} > {_SURPRISE_MAX}")
+    slow = ("requests_until_doubted_max", "requests_until_loaded_max")
+    out += [f"{name} > {_REQUESTS_MAX}" for name in slow if figures[name] > _REQUESTS_MAX]
+    if not figures["outputs_identical"]:
+        out.append("outputs_identical false")
+    return out
+
+
+def _line(row: dict[str, Any], recompute_s: float) -> str:
+    return (
+        f"{row['limit']:7} {row['choice']:9} {row['ttft_s']:.3f} s, recompute {recompute_s:.3f} s; "
+        f"doubted after {row['requests_until_doubted']}, loaded again after {row['requests_until_loaded']}"
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
