@@ -11,8 +11,14 @@ from real_daemon import RealDaemon, eventually
 __all__ = ["Daemon", "eventually"]
 
 
+_DEFAULTS = {"host.capacity_bytes": '"256MiB"', "plan.mode": '"load"'}
+
+
 class Daemon(RealDaemon):
     """`kvstore serve` on a socket in `folder`: an arena of 256 MiB unless `settings` say otherwise.
+
+    It loads all that it knows: for models as small as those of these tests that is hardly ever worth it, and
+    what is tested is mostly what a load does. test_plans.py is about the decision.
 
     Args:
         program: see RealDaemon.
@@ -24,7 +30,7 @@ class Daemon(RealDaemon):
         settings: Mapping[str, str] | None = None,
         program: Sequence[str] = ("-m", "kvstore"),
     ) -> None:
-        super().__init__(folder, {"host.capacity_bytes": '"256MiB"', **(settings or {})}, program=program)
+        super().__init__(folder, {**_DEFAULTS, **(settings or {})}, program=program)
 
     def kill(self) -> None:
         """kill -9."""

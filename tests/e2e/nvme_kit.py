@@ -13,7 +13,10 @@ __all__ = ["faulty", "flip", "nvme_settings", "on_disk"]
 
 
 def nvme_settings(directory: Path, **more: str) -> dict[str, str]:
-    """Settings of a disk without a write budget; `stall_s="0.3"` sets nvme.stall_s."""
+    """Settings of a disk without a write budget, from which all is loaded; `stall_s="0.3"` sets nvme.stall_s.
+
+    Engines of tests compute so fast that a plan would hardly ever load.
+    """
     values = {
         "directory": f'"{directory}"',
         "capacity_bytes": '"64MiB"',
@@ -21,7 +24,7 @@ def nvme_settings(directory: Path, **more: str) -> dict[str, str]:
         "write_budget_bytes_per_day": "0",
         **more,
     }
-    return {f"nvme.{key}": value for key, value in values.items()}
+    return {f"nvme.{key}": value for key, value in values.items()} | {"plan.mode": '"load"'}
 
 
 def faulty(faults: str) -> tuple[str, str]:
