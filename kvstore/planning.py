@@ -113,7 +113,8 @@ def _ways(group: Group, held: Held, size_bytes: int) -> tuple[Way, ...]:
     if max(held.host, held.disk) <= held.device:
         return ()
     rates, ways = group.pricing.rates, []
-    speed = rates.speed(_HOST, (max(above, held.disk) - held.device) * size_bytes)
+    size = (max(above, held.disk) - held.device) * size_bytes
+    speed = rates.hopeful(_HOST, size, group.clock.now())  # nobody probes HOST
     ways.append(Way(Span(Tier.HOST, held.device, above), speed.latency_s, speed.bytes_per_s))
     if held.disk > above and isinstance(group.nvme, NvmeTier):
         size = (held.disk - above) * size_bytes

@@ -7,8 +7,6 @@ to HOST with nobody waiting: a probe. What changes is remembered among the decis
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +15,7 @@ from kvstore.clock import Clock
 from kvstore.decisions import Decisions, TrustChange
 from kvstore.leases import Lease, Leases, LeaseState
 from kvstore.policy.rates import Source, Transfer
-from kvstore.policy.trust import PROBE_BYTES, Trust
+from kvstore.policy.trust import PROBE_BYTES, Trust, kept
 from kvstore.pricing import Pricing
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.nvme import NvmeTier
@@ -66,7 +64,8 @@ class Probing:
             return
         nodes = nodes[: max(1, PROBE_BYTES // shape.length)]
         trust.begin_probe(now_s)
-        predicted_s = self._pricing.rates.seconds(_DISK, len(nodes) * shape.length)
+        size = len(nodes) * shape.length
+        predicted_s = self._pricing.rates.seconds(_DISK, size, self._nvme.ahead_bytes(size))
         lease = self._leases.grant(_NOBODY, b"", 0, nodes)
 
         def changed(promotion: Promotion) -> None:
@@ -80,8 +79,10 @@ class Probing:
     def _probed(self, lease: Lease, promotion: Promotion, predicted_s: float, began_s: float) -> None:
         trust, now_s = self._trust(), self._clock.now()
         was = trust.trusted
-        whole = promotion.stop == len(promotion.nodes)
-        trust.probed(predicted_s, max(0.0, now_s - began_s) if whole else math.inf, now_s)
+        if promotion.whole:
+            trust.probed(predicted_s, max(0.0, now_s - began_s), now_s)
+        else:  # no room, a rotten block: nothing to do with speed. A stall was told already
+            trust.probe_without_result(now_s)
         self._tell(trust, was)
         self._leases.end(lease, LeaseState.RELEASED)
 
@@ -93,6 +94,8 @@ class Probing:
         self._pricing.observe_transfer(_DISK, transfer)
         if transfer.given_up or trust.probing:
             return
+        if not transfer.whole and kept(predicted_s, transfer.seconds):
+            return  # what came came in time; the rest, who knows
         was = trust.trusted
         trust.loaded(predicted_s, transfer.seconds, self._clock.now())
         self._tell(trust, was)

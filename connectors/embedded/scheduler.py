@@ -25,8 +25,9 @@ class EngineLimits:
         batch_max: requests that hold blocks at once.
         batched_tokens_max: tokens of one step, so also the largest chunk of a prompt; at least batch_max.
         queue_max: unfinished requests in all; `Engine.add` returns False beyond.
-        split_tokens_max: the largest chunk of a prompt whose tail is loading: after each the engine sees how
-            far that has come, so the two miss the best place to meet by half of it.
+        split_tokens_max: the largest chunk of a prompt whose tail is about to be met: after each the engine
+            sees how far that has come, so the two miss the best place to meet by half of it. While more than
+            twice as much lies between them a chunk has half of that.
         load_s_max: a table not ready for so long is given up and its request computed without reuse.
         room_s_max: a request that finds no room for so long while nothing else runs ends with "no_room".
         yield_s_max: how long a preempted request's blocks may take to come back before another is preempted.
@@ -198,7 +199,9 @@ class Scheduler:
         table = live.held()
         if not table.tail_tokens:
             return count
-        wanted = live.computed + min(count, self._limits.split_tokens_max)
+        # Large steps while the tail is far away: each has its own costs.
+        most = max(self._limits.split_tokens_max, self._tables.tail_gap(table, live.computed) // 2)
+        wanted = live.computed + min(count, most)
         return self._tables.claim(table, live.computed, wanted) - live.computed
 
     def _preempt(self, live: Live) -> None:

@@ -202,6 +202,12 @@ class StoreTables:
             return wanted
         return max(computed, min(wanted, split.load.claim(blocks_for(wanted, size)) * size))
 
+    def tail_gap(self, table: Table, computed: int) -> int:
+        split = _handle(table).split
+        if split is None or split.load.poll() is not None:
+            return 1 << 31
+        return max(0, split.load.lowest * self._block_tokens - computed)
+
     def join(self, table: Table, computed: int) -> Joined | None:
         handle = _handle(table)
         split, size = handle.split, self._block_tokens

@@ -84,6 +84,9 @@ class Tables(Protocol):
         Less than wanted only while a tail is loading; `computed` = nothing: ask again at the next step.
         """
 
+    def tail_gap(self, table: Table, computed: int) -> int:
+        """Tokens between `computed` and what has been loaded of a tail; very many = nothing more comes."""
+
     def join(self, table: Table, computed: int) -> Joined | None:
         """Whether a tail was loaded that begins behind these tokens. It is part of the table from now on."""
 
@@ -150,6 +153,9 @@ class LocalTables:
 
     def claim(self, table: Table, computed: int, wanted: int) -> int:
         return wanted
+
+    def tail_gap(self, table: Table, computed: int) -> int:
+        return 0
 
     def join(self, table: Table, computed: int) -> Joined | None:
         return None

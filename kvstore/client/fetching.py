@@ -111,7 +111,7 @@ def _lags_s(plan: FetchPlan | None, at_s: float, began_s: float, reached: int) -
     if plan is None or not plan.load_s < plan.recompute_s or not plan.load_start <= reached < plan.load_stop:
         return math.inf
     share = (reached - plan.load_start) / (plan.load_stop - plan.load_start)
-    due_s = LagRule(plan.recompute_s, plan.load_s).due_s(share)
+    due_s = LagRule(plan.recompute_s, plan.load_s).due_s(share, plan.load_s)  # as if all were still on time
     return max(began_s, at_s + plan.lag_from_s) + due_s + _SILENT_S
 
 

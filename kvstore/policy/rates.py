@@ -19,6 +19,7 @@ __all__ = ["SOURCES_MAX", "Rates", "Source", "Speed", "Transfer"]
 
 # Peers come and go: of more sources, those unheard of longest are forgotten.
 SOURCES_MAX = 256
+HOPE_S = 10.0
 _FORMAT, _VERSION = "kvstore-rates", 1
 
 # Before anything was measured: [latency_s, bytes_per_s]. HOST: a thread's memcpy on a shared machine. NVME: a
@@ -74,6 +75,23 @@ class Rates:
             return Speed(*_GUESS[source.tier], 0)
         fit = learner.fit()
         return Speed(fit.latency_s, fit.bytes_per_s(in_flight_bytes), len(learner.samples))
+
+    def hopeful(self, source: Source, in_flight_bytes: int, now_s: float) -> Speed:
+        """As `speed`, but nearer to the guess the longer nothing was heard of a source that nobody probes.
+
+        For one that is only heard of when requests use it: else one bad moment would keep them away for ever.
+        It doubles every `HOPE_S`, up to the guess; a request that tries it in vain puts it right again.
+        """
+        speed, learner = self.speed(source, in_flight_bytes), self._learners.get(source)
+        if learner is None:
+            return speed
+        hope = 2.0 ** min(max(0.0, now_s - learner.heard_s) / HOPE_S, 60.0)
+        latency_s, bytes_per_s = _GUESS[source.tier]
+        return Speed(
+            max(min(speed.latency_s, latency_s), speed.latency_s / hope),
+            min(max(speed.bytes_per_s, bytes_per_s), speed.bytes_per_s * hope),
+            speed.samples,
+        )
 
     def seconds(self, source: Source, size_bytes: int, ahead_bytes: int = 0) -> float:
         """Predicted for one transfer, from asking to the last byte; 0 for 0 bytes.

@@ -58,6 +58,7 @@ class Transfer:
             It says nothing with something ahead, and is ignored then.
         first_bytes: how many came with it (a whole block?), at most `size_bytes`.
         given_up: it would have taken so long. If that is a surprise, it counts as a change by itself.
+        whole: it brought all that was asked for; else nobody knows what the rest would have taken.
 
     Raises:
         ValueError: names the field.
@@ -69,6 +70,7 @@ class Transfer:
     first_byte_s: float | None = None
     first_bytes: int = 1
     given_up: bool = False
+    whole: bool = True
 
     def __post_init__(self) -> None:
         need_bytes("size_bytes", self.size_bytes, 1)

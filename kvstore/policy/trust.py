@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import math
 
-__all__ = ["PROBES_GOOD", "PROBE_BYTES", "Trust", "TrustState"]
+__all__ = ["PROBES_GOOD", "PROBE_BYTES", "Trust", "TrustState", "kept"]
 
 # A probe loads so much at most (and one block at least): 4 MiB take 1 ms at 4 GB/s, 0.8 s at 5 MB/s.
 PROBE_BYTES = 4 << 20
@@ -99,7 +99,7 @@ class Trust:
             ValueError: names the argument.
         """
         self._advanced(now_s)
-        if not _kept(predicted_s, seconds):
+        if not kept(predicted_s, seconds):
             self._disappointed(_why("a load", predicted_s, seconds))
             return False
         if self.trusted:
@@ -136,11 +136,11 @@ class Trust:
             ValueError: names the argument.
         """
         self._advanced(now_s)
-        kept = _kept(predicted_s, seconds)
+        good = kept(predicted_s, seconds)
         if self._probe_ends_s is None:
             return
         self._probe_ends_s = None
-        if not kept:
+        if not good:
             self._disappointed(_why("a probe", predicted_s, seconds))
         elif _news(predicted_s, seconds):
             self._wait(0.0)  # faster than thought: the rates want to hear more of it
@@ -149,6 +149,13 @@ class Trust:
             self._good += 1
             self._wait(min(_WAIT_S_MAX, max(_WAIT_S_MIN, 2 * self._wait_s)) if self.trusted else 0.0)
         self._believe_again()
+
+    def probe_without_result(self, now_s: float) -> None:
+        """The probe ended, and says nothing of the source: the next one comes when that one was due."""
+        self._advanced(now_s)
+        if self._probe_ends_s is not None:
+            self._probe_ends_s = None
+            self._wait(max(_WAIT_S_MIN, self._wait_s))
 
     def report(self) -> dict[str, object]:
         """JSON-ready, for people."""
@@ -188,7 +195,7 @@ class Trust:
             self._wait(min(_WAIT_S_MAX, max(_WAIT_S_MIN, 2 * self._wait_s)))
 
 
-def _kept(predicted_s: float | None, seconds: float) -> bool:
+def kept(predicted_s: float | None, seconds: float) -> bool:
     """Whether it took about as long as was predicted, or less."""
     if not seconds >= 0.0:  # NaN too
         raise ValueError(f"seconds: need 0 at least, got {seconds!r}")

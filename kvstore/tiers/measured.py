@@ -51,17 +51,24 @@ class Measured:
         self.blocks += blocks
         self.last_s = now_s
 
-    def ended(self) -> Transfer | None:
-        """It ended, for whatever reason that is not lag; None = there is nothing to learn."""
+    def ended(self, brought_bytes: int, *, whole: bool = True) -> Transfer | None:
+        """It ended, for whatever reason that is not lag; None = there is nothing to learn.
+
+        Args:
+            brought_bytes: that the disk has brought for anybody by now: others may have come after it.
+            whole: all that was asked for came.
+        """
         self.over = True
         if not self.blocks:
             return None
+        others = brought_bytes - self.brought_before_bytes - self.blocks * self.block_bytes
         return Transfer(
             self.blocks * self.block_bytes,
-            self.ahead_bytes,
+            max(self.ahead_bytes, others),
             max(0.0, self.last_s - self.began_s),
             max(0.0, self.first_s - self.began_s),
             self.first_blocks * self.block_bytes,
+            whole=whole,
         )
 
     def gave_up(self, blocks: int, brought_bytes: int, now_s: float) -> Transfer | None:

@@ -67,6 +67,11 @@ class Promotion:
         return self.reached >= self.stop
 
     @property
+    def whole(self) -> bool:
+        """Nothing has lowered its end."""
+        return self.stop == len(self.nodes)
+
+    @property
     def left_bytes(self) -> int:
         """What the disk has still to bring for it."""
         return (max(0, self.stop - self.issued) + self.flying) * self.shape.length

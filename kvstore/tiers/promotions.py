@@ -373,7 +373,7 @@ class Promotions:
         if promotion.flying:
             return
         if promotion.issued >= promotion.stop and not promotion.measured.over:
-            self._learn(promotion.measured.ended())
+            self._learn(promotion.measured.ended(self._brought_bytes, whole=promotion.whole))
         if promotion.over:
             self._free(promotion, np.arange(promotion.issued, dtype=np.uint32))
 

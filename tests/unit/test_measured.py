@@ -16,12 +16,12 @@ def test_all_came() -> None:
     measured = Measured(10.0, BLOCK, 0, 0)
     measured.came(2, 10.5)
     measured.came(8, 12.0)
-    assert measured.ended() == Transfer(10 * BLOCK, 0, 2.0, 0.5, 2 * BLOCK)
+    assert measured.ended(10 * BLOCK) == Transfer(10 * BLOCK, 0, 2.0, 0.5, 2 * BLOCK)
     assert measured.over
 
 
 def test_nothing_came() -> None:
-    assert Measured(10.0, BLOCK, 0, 0).ended() is None
+    assert Measured(10.0, BLOCK, 0, 0).ended(0) is None
     assert Measured(10.0, BLOCK, 0, 0).gave_up(10, 10**9, 20.0) is None, (
         "others got something: not ours to say"
     )
