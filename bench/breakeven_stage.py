@@ -174,6 +174,7 @@ class Stage:
             RuntimeError: that did not help, or the disk lacks a part of it.
         """
         blocks = (len(prompt) - 1) // BLOCK_TOKENS
+        self.tables.settle(_REQUEST_S)  # tables of ended requests wait for their saves
         for _ in range(4):
             self._fill_host()
             spans = self._spans(prompt)
