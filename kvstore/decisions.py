@@ -10,6 +10,7 @@ to the daemon's event loop, and a request costs two calls of some µs.
 from __future__ import annotations
 
 import math
+import secrets
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ class Asked:
         prompt_tokens: of the request.
         blocks: of the match, by the tier that held them; a tier with none may be missing.
         request: the engine's own name for it, "" where it tells none; NAME_CHARS_MAX of it are kept.
+        engine: its id; names are its own.
     """
 
     at_s: float
@@ -64,6 +66,7 @@ class Asked:
     prompt_tokens: int
     blocks: tuple[tuple[Tier, int], ...]
     request: str = ""
+    engine: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Recorded:
     """One plan.
 
     Attributes:
-        id: 1, 2, 3 … in the order in which they were made.
+        id: in the order in which they were made, from a random start.
         outcome: None = nobody has said anything yet.
     """
 
@@ -176,33 +179,62 @@ class Decisions:
         self.regret = {choice: Histogram(REGRET_BOUNDS_S) for choice in Choice}
         self.error = {choice: Histogram(ERROR_BOUNDS) for choice in Choice}
         self.changes: deque[TrustChange] = deque(maxlen=TRUST_CHANGES_MAX)
-        self._last_id = 0
+        # Random, as tokens are: engines outlive a daemon, and what they tell then is about another's plans.
+        self._first_id = self._last_id = secrets.randbelow(1 << 48)
         self._ring: list[Recorded | None] = [None] * DECISIONS_MAX
         self._of_lease: dict[int, int] = {}
+        self._of_request: dict[tuple[bytes, str, str], int] = {}
 
     def __len__(self) -> int:
-        return min(self._last_id, DECISIONS_MAX)
+        return min(self._last_id - self._first_id, DECISIONS_MAX)
 
     # ---- what happens ------------------------------------------------------------------------------------
 
     def planned(self, asked: Asked, decision: Decision) -> int:
-        """Remember a plan and forget the oldest; its id. Once a request: when its plan is final."""
-        self._last_id += 1
-        place = self._last_id % DECISIONS_MAX
-        old = self._ring[place]
-        if old is not None and self._of_lease.get(old.asked.lease) == old.id:
-            del self._of_lease[old.asked.lease]
+        """Remember a plan and forget the oldest; its id.
+
+        An engine may ask again for a request whose plan it could not carry out: that replaces the plan, as
+        long as nobody has told how long it took, and counts once.
+        """
+        again = self._again(asked)
+        if again is None:
+            self._last_id += 1
+        plan = self._last_id if again is None else again.id
+        old = self._ring[plan % DECISIONS_MAX]
+        if old is not None:
+            self._forget(old)
+        if again is not None:
+            self.plans[again.decision.choice] -= 1
         if len(asked.request) > NAME_CHARS_MAX or len(asked.namespace) > NAME_CHARS_MAX:
             asked = replace(
                 asked,
                 request=asked.request[:NAME_CHARS_MAX],
                 namespace=asked.namespace[:NAME_CHARS_MAX],
             )
-        self._ring[place] = Recorded(self._last_id, asked, decision)
+        self._ring[plan % DECISIONS_MAX] = Recorded(plan, asked, decision)
         if asked.lease:
-            self._of_lease[asked.lease] = self._last_id
+            self._of_lease[asked.lease] = plan
+        if asked.request:
+            self._of_request[asked.engine, asked.tenant, asked.request] = plan
         self.plans[decision.choice] += 1
-        return self._last_id
+        return plan
+
+    def _again(self, asked: Asked) -> Recorded | None:
+        """The plan that this one replaces."""
+        if not asked.request:
+            return None
+        name = asked.engine, asked.tenant, asked.request[:NAME_CHARS_MAX]
+        record = self.plan(self._of_request.get(name, 0))
+        told = record is not None and record.outcome is not None and record.outcome.seconds is not None
+        return None if told else record
+
+    def _forget(self, record: Recorded) -> None:
+        asked = record.asked
+        if self._of_lease.get(asked.lease) == record.id:
+            del self._of_lease[asked.lease]
+        name = asked.engine, asked.tenant, asked.request
+        if self._of_request.get(name) == record.id:
+            del self._of_request[name]
 
     def ended(self, plan: int, outcome: Outcome) -> bool:
         """Say what came of a plan, or another part of it: a fetch, the engine and a release each know some.
@@ -226,6 +258,11 @@ class Decisions:
             self.error[choice].observe(record.error)
         return True
 
+    def carried_out(self, plan: int, engine: bytes, seconds: float) -> bool:
+        """An engine tells how long a plan of its own took. False: it is not remembered, or another's."""
+        record = self.plan(plan)
+        return record is not None and record.asked.engine == engine and self.ended(plan, Outcome(seconds))
+
     def trust_changed(self, change: TrustChange) -> None:
         """A source lost trust, or has it again."""
         self.changes.append(change)
@@ -247,7 +284,7 @@ class Decisions:
 
     def recent(self, count: int = DECISIONS_MAX) -> Iterator[Recorded]:
         """The latest so many, newest first."""
-        for plan in range(self._last_id, max(0, self._last_id - min(count, DECISIONS_MAX)), -1):
+        for plan in range(self._last_id, self._last_id - min(count, len(self)), -1):
             record = self.plan(plan)
             if record is not None:
                 yield record

@@ -128,7 +128,10 @@ def about(seconds: float) -> str:
 
 def _who(record: Recorded, now_s: float) -> str:
     asked = record.asked
-    who = f"Request {asked.request}" if asked.request else "A request"
+    name = "".join(
+        c if c.isprintable() else "?" for c in asked.request
+    )  # an engine's client may have chosen it
+    who = f"Request {name}" if name else "A request"
     lease = f" (lease {asked.lease})" if asked.lease else ""
     return (
         f"{who}{lease} of tenant {asked.tenant} with {asked.namespace}, {_ago(now_s - asked.at_s)}: "

@@ -16,7 +16,7 @@ U32 = NDArray[np.uint32]
 # A piece of a tail. The largest: many are under way at once, and 3 GB/s bring 1,500 of them in a second. And
 # so many at least: the one that comes when computing has met the tail is of no use.
 PIECE_BYTES = 2 << 20
-PIECES_MIN = 16
+PIECES_MIN, PIECES_MAX = 16, 256
 
 
 class Fetching:
@@ -88,7 +88,8 @@ class TailFetching(Fetching):
         absent = np.flatnonzero(~host.readable(lease.nodes[start:stop]))
         self.ready = start + int(absent[-1]) + 1 if len(absent) else start
         self.tail = Tail(self.ready, stop, start, lease.host)
-        size = max(1, min(PIECE_BYTES // shape.slot_bytes, (stop - start) // PIECES_MIN))
+        count = stop - start
+        size = max(1, min(PIECE_BYTES // shape.slot_bytes, count // PIECES_MIN), count // PIECES_MAX)
         # From the top down; the promotion's positions are those of the pieces one after another.
         self._pieces = [(max(start, top - size), top) for top in range(stop, start, -size)]
         self._behind = np.cumsum([top - low for low, top in self._pieces], dtype=np.uint32)

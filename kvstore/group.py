@@ -281,6 +281,7 @@ class Group:
             self.fetches.end(lease)
             if len(table) and isinstance(pool, OwnedPool) and caller.engine.device is pool:
                 pool.unpin(table)
+            hits.left(lease, self.decisions)
             self.leases.end(lease, LeaseState.REVOKED)
             number += 1
             if number % LEASES_SLICE == 0:

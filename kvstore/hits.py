@@ -8,7 +8,7 @@ from kvstore.leases import Lease
 from kvstore.meters import Meters
 from kvstore.types import Tier
 
-__all__ = ["count"]
+__all__ = ["count", "left"]
 
 
 def count(lease: Lease, block_bytes: int, counters: Counters, meters: Meters, decisions: Decisions) -> None:
@@ -19,7 +19,9 @@ def count(lease: Lease, block_bytes: int, counters: Counters, meters: Meters, de
     """
     planned, host = lease.planned, lease.host
     if planned is not None:  # what was there and computed all the same is no hit
-        host = min(host, max(planned.decision.load_stop, lease.device))
+        made = planned.decision
+        planned_stop = made.load_stop if made.load_stop > made.load_start else 0
+        host = min(host, max(planned_stop, lease.wanted, lease.device))
     loaded = max(0, host - lease.device)
     brought = max(0, min(lease.brought[1], host) - max(lease.brought[0], lease.device))
     if (tail := lease.tail) is not None:  # between `lowest` and `start` it was computed
@@ -36,3 +38,9 @@ def count(lease: Lease, block_bytes: int, counters: Counters, meters: Meters, de
         start, stop = planned.decision.load_start, planned.decision.load_stop
         came = max(0, min(stop, host) - start) if lease.tail is None else loaded
         decisions.ended(planned.id, Outcome(None, came, lease.lagged_s, lease.short))
+
+
+def left(lease: Lease, decisions: Decisions) -> None:
+    """Its session has ended without a word on what became of it."""
+    if lease.planned is not None:
+        decisions.ended(lease.planned.id, Outcome(None, None, lease.lagged_s, "its session has ended"))

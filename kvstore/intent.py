@@ -8,6 +8,8 @@ from kvstore.errors import BadRequest
 
 __all__ = ["MODES", "Intent"]
 
+# Names of vLLM have 40; a caller that takes its clients' own may cut them.
+REQUEST_CHARS_MAX = 1024
 MODES = ("", "decide", "load", "recompute")
 
 
@@ -44,7 +46,9 @@ class Intent:
                 raise BadRequest(f"intent.{name}: need 0 to 2^31 - 1, got {value!r:.80}")
         if not 0.0 <= self.queued_s <= 86_400.0:  # NaN too
             raise BadRequest(f"intent.queued_s: need 0 to 86400 seconds, got {self.queued_s!r:.80}")
-        if not isinstance(self.request, str):
-            raise BadRequest(f"intent.request: need text, got {self.request!r:.80}")
+        if not isinstance(self.request, str) or len(self.request) > REQUEST_CHARS_MAX:
+            raise BadRequest(
+                f"intent.request: need at most {REQUEST_CHARS_MAX} characters, got {self.request!r:.80}"
+            )
         if self.mode not in MODES:
             raise BadRequest(f"intent.mode: need one of {', '.join(map(repr, MODES))}, got {self.mode!r:.80}")

@@ -101,6 +101,7 @@ class Lease:
         tenant, block_tokens: whose hit it will be, in tokens.
         intent: what its engine told of the request.
         planned: what was decided for it, once its match is final.
+        wanted: blocks before this one were fetched, or asked for, whatever the plan said.
         short, lagged_s: why the last fetch brought less than was asked for, and after how many seconds the
             lag rule gave it up; "" and None = neither happened.
     """
@@ -122,6 +123,7 @@ class Lease:
     block_tokens: int = 0
     intent: Intent = field(default_factory=Intent)
     planned: Planned | None = None
+    wanted: int = 0
     short: str = ""
     lagged_s: float | None = None
 

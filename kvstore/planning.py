@@ -80,6 +80,7 @@ def plan(caller: Caller, intent: Intent, blocks: int, held: Held, lease: int, te
         asked.prompt_tokens,
         held.by_tier(),
         intent.request,
+        caller.engine.id,
     )
     terms = Terms(asked) if mode not in _FIXED and decision.load_stop > decision.load_start else None
     return Planned(group.decisions.planned(entry, decision), at_s, decision, terms)

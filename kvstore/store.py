@@ -194,10 +194,13 @@ class Store:
         start: int,
         stop: int,
         on_progress: Callable[[Fetching], None] = lambda _: None,
+        *,
+        watched: bool = True,
     ) -> Fetching:
         """Bring blocks [start, stop) of a lease to the arena: see kvstore/fetching.py.
 
         Args:
+            watched: the lag rule of the lease's plan holds; False for those who cannot compute instead.
             on_progress: called on the loop whenever more is ready, until the fetch is over; not by this call.
 
         Raises:
@@ -206,7 +209,8 @@ class Store:
         """
         group = caller.group
         lease = group.leases.get(caller.session, lease_id)
-        watch = lease.planned.watch(start) if lease.planned is not None else None
+        watch = lease.planned.watch(start) if watched and lease.planned is not None else None
+        lease.wanted = max(lease.wanted, stop)
         return group.fetches.begin(lease, start, stop, caller.shape, on_progress, watch)
 
     def fetch_tail(

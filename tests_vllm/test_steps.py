@@ -26,7 +26,13 @@ class Noted:
     def __init__(self) -> None:
         self.steps: list[tuple[int, float, float, int, int]] = []
         self.firsts: list[tuple[str, float, int, int]] = []
+        self.plans: list[tuple[int, float]] = []
         self.refuses = False
+
+    def note_plan(self, plan: int, seconds: float) -> None:
+        if self.refuses:
+            raise BadRequest("no")
+        self.plans.append((plan, seconds))
 
     def note_prefill(self, *step: Any) -> None:
         if self.refuses:

@@ -160,7 +160,9 @@ class Scheduler:
             tracked.plan, tracked.asked_s = answer.plan, answer.asked_s
         if answer.hit is not None:
             tracked.reason = answer.reason or answer.hit.plan.reason
-            tracked.known_to(answer.epoch, answer.hit.blocks)
+            # What is computed although the disk has it may be saved again: HOST has not got it.
+            plan, blocks = answer.hit.plan, answer.hit.blocks
+            tracked.known_to(answer.epoch, blocks if plan.load_stop >= blocks else plan.load_stop)
         if answer.fetched or answer.missed:
             self._tally.add("fetches")
             self._tally.add("fetched_tokens", answer.fetched * self._block_tokens)

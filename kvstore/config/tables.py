@@ -258,8 +258,8 @@ class PlanConfig(Table, frozen=True):
     """[plan]
 
     Attributes:
-        mode: decide = compare loading with computing for every request; load = load all that is known,
-            however slow; recompute = load nothing from below the device. The latter two are for experiments.
+        mode: what is done with a match: decide (compare loading with computing for every request), or for
+            experiments load (all that is known, however slow) or recompute (load nothing).
     """
 
     mode: str = "decide"

@@ -12,6 +12,7 @@ from kvstore.types import Span, Tier
 __all__ = ["Prefill", "ReloadQuestion", "Terms", "Way"]
 
 _SECONDS_MAX = 1e9  # 30 years: more is a mistake in a unit
+_COMPUTE_S_MAX = 1e7  # nobody waits for the difference; sums of it stay below that
 _TOKENS_MAX, _BYTES_MAX = 1 << 31, 1 << 62
 
 
@@ -133,7 +134,7 @@ class Terms:
         seconds = self.question.prefill(first, stop_tokens)
         if seconds is not None and not 0.0 <= seconds < math.inf:
             raise ValueError(f"prefill: need seconds for tokens {first} to {stop_tokens}, got {seconds!r}")
-        return seconds
+        return None if seconds is None else min(seconds, _COMPUTE_S_MAX)
 
     def load(self, start: int, stop: int) -> float:
         """L of blocks [start, stop)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvstore.callers import Caller
-from kvstore.decisions import Outcome
 from kvstore.errors import BadRequest
 from kvstore.meters import Meters
 from kvstore.policy.prefill import Step
@@ -51,7 +50,7 @@ def record(caller: Caller, said: Timings) -> None:
             each = Transfer(size_bytes // copies, 0, min(seconds / copies, LOAD_S_MAX))
             caller.group.pricing.observe_transfer(Source(Tier.HOST), each)
     for plan, seconds in said.plans:
-        caller.group.decisions.ended(plan, Outcome(seconds))
+        caller.group.decisions.carried_out(plan, caller.engine.id, seconds)
     meters.lost_timings += said.lost
 
 

@@ -282,6 +282,7 @@ EVERY_REQUEST = [
     m.Lookup(_KEY, 1, b"\0" * 4, _KEY),
     m.Extend(1, b"\0" * 4, _KEY),
     m.Fetch(1, 0, 1),
+    m.Enough(1, 0),
     m.Report(1, b""),
     m.Release(1),
     m.Reserve(_KEY, _KEY, _KEY),

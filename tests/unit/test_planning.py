@@ -60,7 +60,9 @@ class World:
             seconds = 0.001 + blocks * size / bytes_per_s
             self.group.pricing.observe_transfer(NVME, Transfer(blocks * size, 0, seconds, 0.001))
 
-    def look_up(self, chain: KeyChain | None = None, request: str = "r", prompt: int = 0) -> Match:
+    def look_up(
+        self, chain: KeyChain | None = None, request: str = "r", prompt: int = 0, mode: str = ""
+    ) -> Match:
         chain = self.chain if chain is None else chain
         positions = probe_positions(len(chain), 10_000)
         return self.session.store.lookup(
@@ -69,14 +71,14 @@ class World:
             len(chain),
             positions,
             chain.keys[positions],
-            Intent(prompt, request),
+            Intent(prompt, request, mode=mode),
         )
 
-    def load(self, match: Match) -> Fetching:
-        """Do what the plan says, to its end."""
+    def load(self, match: Match, stop: int = 0) -> Fetching:
+        """Do what the plan says, or fetch up to `stop`, to its end."""
         lease = match.lease
         assert lease is not None
-        fetching = self.session.fetch(lease, match.plan.load_start, match.plan.load_stop)
+        fetching = self.session.fetch(lease, match.plan.load_start, stop or match.plan.load_stop)
         self.turns.run(lambda: fetching.over)
         return fetching
 
@@ -143,14 +145,23 @@ def test_the_faster_is_chosen_and_remembered(worlds: Worlds, bytes_per_s: int, c
 def test_what_is_computed_all_the_same_is_no_hit(worlds: Worlds) -> None:
     world = worlds()
     world.learn()
-    world.know_disk(SLOW)
-    match = world.look_up()
-    assert match.lease is not None and match.plan.choice is Choice.RECOMPUTE and not match.runs
-    assert len(match.lease.nodes) == BLOCKS  # the engine knows what it need not save
-    world.session.release(match.lease)
+    world.know_disk(FAST)
+    loaded = world.look_up()
+    assert loaded.lease is not None and world.load(loaded).ready == BLOCKS  # all of it is on HOST now
+    world.session.release(loaded.lease)
     counters = world.group.counters
-    assert counters.hit_blocks == 0 and not any(counters.hit_blocks_by_tier.values())
+    before, by_tier = counters.hit_blocks, dict(counters.hit_blocks_by_tier)
+    assert before == BLOCKS
+    match = world.look_up(mode="recompute")
+    assert match.lease is not None and match.plan.choice is Choice.RECOMPUTE and not match.runs
+    assert len(match.lease.nodes) == match.lease.host == BLOCKS  # the engine knows what it need not save
+    world.session.release(match.lease)
+    assert (counters.hit_blocks, counters.hit_blocks_by_tier) == (before, by_tier)
     assert world.last().outcome is not None and world.last().outcome.loaded_blocks == 0
+    exported = world.look_up(mode="recompute")
+    assert world.load(exported, stop=10).ready == 10  # whoever fetches all the same has its hits
+    world.session.release(exported.lease)
+    assert counters.hit_blocks == before + 10
 
 
 def test_the_first_request_ever(worlds: Worlds) -> None:
@@ -177,8 +188,9 @@ def test_nothing_known_and_nothing_asked(worlds: Worlds) -> None:
     world.learn()
     none = world.session.store.lookup(world.session.caller, world.chain.root, 0, *_nothing(world.chain))
     assert none.lease is None and none.plan.choice is Choice.RECOMPUTE
-    unknown = world.look_up(world.session.chain(range(9000, 9100)))
-    assert unknown.lease is None and unknown.plan.choice is Choice.RECOMPUTE and unknown.plan.id == 2
+    unknown = world.look_up(world.session.chain(range(9000, 9100)), request="other")
+    assert unknown.lease is None and unknown.plan.choice is Choice.RECOMPUTE
+    assert unknown.plan.id == none.plan.id + 1
     assert world.last().decision.predicted_s[Choice.RECOMPUTE] == pytest.approx(100 * TOKEN_S, rel=0.05)
 
 
@@ -262,30 +274,103 @@ def test_trust_is_lost_at_once_and_regained_by_probes(worlds: Worlds) -> None:
     assert world.group.leases.pins() == 1  # probes left none
 
 
-def test_a_session_that_is_silent_in_mid_plan_costs_nobody_else(worlds: Worlds) -> None:
-    """Looked up, and never heard of again: its pin goes when memory is needed, its plan has no outcome."""
-    world = worlds()
+def test_a_session_that_is_silent_in_mid_load_costs_nobody_else(worlds: Worlds) -> None:
+    """It began to fetch, and was never heard of again: its pin goes when memory is needed."""
+    world = worlds(limit=1 * MB)
     world.learn()
     world.know_disk(FAST)
-    match = world.look_up()
-    assert match.lease is not None and world.load(match).ready == BLOCKS
-    silent, other = match.plan.id, world.driver.attach()
+    match = world.look_up(mode="load")  # whatever it takes: nothing but its silence ends this one
+    lease, other = match.lease, world.driver.attach()
+    assert lease is not None
+    fetching = world.session.fetch(lease, 0, BLOCKS)
+    world.turns.run(lambda: fetching.ready >= 2)
     world.driver.clock.advance(world.driver.store.config.daemon.stale_after_s + 1)
-    world.session, kept = other, world.session
-    assert other.save(other.chain(range(70_000, 70_000 + 4 * 110))).ready == 110
+    assert lease.state is LeaseState.FETCHING
+    assert other.save(other.chain(range(70_000, 70_000 + 4 * 119))).ready > 0
+    assert lease.state is LeaseState.REVOKED and fetching.over and "lease" in fetching.reason
     assert world.group.counters.revoked_leases == 1
-    record = world.group.decisions.plan(silent)
-    assert record is not None and record.outcome is None
-    assert world.look_up(other.chain(tokens(BLOCKS))).plan.choice is Choice.LOAD
-    world.session = kept
+    set_limits(world.driver, 0)
+    world.turns.run(lambda: not world.driver.nvme.promotions)
 
 
-def test_a_fetch_that_begins_late_is_watched_from_then_on(worlds: Worlds) -> None:
+@pytest.mark.parametrize("later_s", [0.0, 3600.0])
+def test_a_fetch_is_watched_from_its_own_begin(worlds: Worlds, later_s: float) -> None:
     """A clock that jumps, or an engine that was stopped, between lookup and fetch: not the disk's fault."""
     world = worlds()
     world.learn()
     world.know_disk(FAST)
+    match, clock = world.look_up(), world.driver.clock
+    assert match.plan.choice is Choice.LOAD and match.lease is not None
+    clock.advance(later_s)
+    set_limits(world.driver, SLOW)
+    began_s = clock.now()
+    fetching = world.session.fetch(match.lease, 0, BLOCKS)
+    world.turns.run(lambda: fetching.over)
+    took_s = clock.now() - began_s
+    assert fetching.lagged and fetching.ready < BLOCKS
+    assert took_s >= 0.1 * COMPUTE_S - 1e-6
+    assert took_s + (BLOCKS - fetching.ready) * TOKENS * TOKEN_S <= 1.1 * COMPUTE_S + 0.005
+
+
+def test_a_clock_that_jumps_in_mid_load_ends_it_with_what_has_come(worlds: Worlds) -> None:
+    world = worlds(limit=FAST)
+    world.learn()
+    world.know_disk(FAST)
     match = world.look_up()
+    assert match.lease is not None
+    fetching = world.session.fetch(match.lease, 0, BLOCKS)
+    world.turns.run(lambda: fetching.ready >= 4)
     world.driver.clock.advance(3600.0)
-    fetching = world.load(match)
-    assert not fetching.lagged and fetching.ready == BLOCKS
+    world.turns.run(lambda: fetching.over)
+    assert fetching.ready >= 4
+    world.session.release(match.lease)
+
+
+def test_host_is_tried_again_after_a_bad_moment(worlds: Worlds) -> None:
+    """Copies that were slow for a while keep nobody away for ever, although nothing probes HOST."""
+    world = worlds()
+    world.learn()
+    world.know_disk(FAST)
+    loaded = world.look_up()
+    assert loaded.lease is not None and world.load(loaded).ready == BLOCKS
+    world.session.release(loaded.lease)
+    size = BLOCKS * world.session.caller.shape.length
+    for _ in range(4):
+        world.group.pricing.observe_transfer(Source(Tier.HOST), Transfer(size, 0, 20.0))
+    passed_by = world.look_up()
+    assert passed_by.plan.choice is Choice.RECOMPUTE and passed_by.lease is not None
+    world.session.release(passed_by.lease)
+    world.driver.clock.advance(120.0)
+    assert world.look_up().plan.choice is Choice.LOAD
+
+
+def test_a_full_host_is_not_the_disks_fault(worlds: Worlds) -> None:
+    """Probes that find no room say nothing of the disk."""
+    world = worlds()
+    world.learn()
+    world.know_disk(SLOW)
+    other = world.driver.attach()
+    filler = other.chain(range(70_000, 70_000 + 4 * 120))
+    other.save(filler)
+    held = other.lookup(filler).lease
+    for _ in range(4):
+        world.driver.clock.advance(2.0)
+        match = world.look_up()
+        assert match.plan.choice is Choice.RECOMPUTE and match.lease is not None
+        world.turns.run(lambda: not world.driver.nvme.promotions)
+        world.session.release(match.lease)
+    assert world.group.pricing.trust(NVME).trusted
+    other.release(held)
+
+
+def test_a_request_that_asks_again_counts_once(worlds: Worlds) -> None:
+    world = worlds()
+    world.learn()
+    world.know_disk(FAST)
+    first, again = world.look_up(request="cmpl-1"), world.look_up(request="cmpl-1")
+    assert first.plan.id == again.plan.id
+    assert sum(world.group.decisions.plans.values()) == 1
+    assert world.group.decisions.carried_out(again.plan.id, world.session.engine.id, 0.1)
+    assert not world.group.decisions.carried_out(again.plan.id, b"another engine  ", 9.0)
+    assert world.look_up(request="cmpl-1").plan.id == again.plan.id + 1
+    assert world.group.decisions.error[Choice.LOAD].count == 1

@@ -110,7 +110,9 @@ class Fetching:
         if start >= stop:
             return f"block {start} is not on HOST any more"
         try:
-            return self.store.fetch(self.held.caller, lease.id, start, stop, lambda _: self._news.set())
+            return self.store.fetch(
+                self.held.caller, lease.id, start, stop, lambda _: self._news.set(), watched=False
+            )
         except (BadRequest, NotFound) as error:  # gone meanwhile, or the disk stalled under this lease
             return str(error)
 
