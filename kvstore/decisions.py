@@ -298,11 +298,15 @@ class Decisions:
 
 
 def found(records: Iterator[Recorded], name: str) -> Recorded | None:
-    """The first of these whose request has this name, else the first whose lease has this number."""
-    name, of_lease = name[:NAME_CHARS_MAX], None
+    """The first of these whose request has this name, else whose name continues it after a dash (as vLLM's do,
+    which nobody outside knows), else the first whose lease has this number."""
+    name, longer, of_lease = name[:NAME_CHARS_MAX], None, None
     for record in records:
-        if record.asked.request == name:
+        request, lease = record.asked.request, record.asked.lease
+        if request == name:
             return record
-        if of_lease is None and record.asked.lease and str(record.asked.lease) == name:
+        if longer is None and name and request.startswith(f"{name}-"):
+            longer = record
+        if of_lease is None and lease and str(lease) == name:
             of_lease = record
-    return of_lease
+    return longer or of_lease

@@ -91,6 +91,15 @@ def test_a_request_is_found_by_its_name_then_by_its_lease() -> None:
     assert first not in found.values()
 
 
+def test_a_name_that_an_engine_has_made_longer_is_found() -> None:
+    memory = Decisions()
+    longer = memory.planned(asked(1, request="cmpl-7-1f00aa77"), loaded())
+    lease = memory.planned(asked(7, request="cmpl-70"), loaded())
+    by = {name: memory.find(name) for name in ("cmpl-7", "cmpl-70", "7", "cmp", "cmpl")}
+    found = {name: record and record.id for name, record in by.items()}
+    assert found == {"cmpl-7": longer, "cmpl-70": lease, "7": lease, "cmp": None, "cmpl": lease}
+
+
 def test_a_name_of_any_length_is_kept_in_part_and_found_whole() -> None:
     memory = Decisions()
     memory.planned(asked(request="x" * 10_000), loaded())
