@@ -298,8 +298,8 @@ class Decisions:
 
 
 def found(records: Iterator[Recorded], name: str) -> Recorded | None:
-    """The first of these whose request has this name, else whose name continues it after a dash (as vLLM's do,
-    which nobody outside knows), else the first whose lease has this number."""
+    """The first of these whose request has this name, else whose name continues it after a dash (as vLLM's
+    do), else the first whose lease has this number."""
     name, longer, of_lease = name[:NAME_CHARS_MAX], None, None
     for record in records:
         request, lease = record.asked.request, record.asked.lease

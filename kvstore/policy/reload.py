@@ -38,6 +38,9 @@ BLIND_S = 1.0
 # W has to be below so much of R: less gain is within the error of both predictions, and a load that lags may
 # cost a tenth of R.
 _WORTH = 0.95
+# A split has to save so much of what computing the match takes, beside a load: its parts share cores and
+# memory, and meet somewhere inside of a step.
+_TROUBLE = 0.03
 # A load of everything that takes so little of R is not compared with shorter ones: they could save no more.
 _CLEAR = 0.03
 # Lengths of a load that are compared, beside those where its slope changes. Between two of those the seconds
@@ -115,7 +118,11 @@ def decide(question: ReloadQuestion) -> Decision:
         Choice.LOAD: loads[0].total_s if loads else None,
         Choice.SPLIT: splits[0].total_s if splits else None,
     }
-    options = sorted(loads + splits, key=_total)
+    rest_s = terms.compute(terms.reach, question.prompt_tokens) or 0.0
+    trouble_s = _TROUBLE * (all_s - rest_s)
+    options = sorted(
+        loads + splits, key=lambda o: o.total_s + (trouble_s if o.choice is Choice.SPLIT else 0.0)
+    )
     worth = (o for o in options if o.load_s < _WORTH * o.recompute_s and _comes_through(terms, o, all_s))
     best = next(worth, None)
     if best is None:

@@ -24,6 +24,7 @@ SLOWDOWNS = st.floats(0.3, 10.0)
 LENGTHS = st.integers(1, 8192).map(lambda blocks: BLOCK_TOKENS * blocks)
 # `decide` loads what is faster by a twentieth or more, and computes otherwise.
 WORTH = 0.95
+TROUBLE = 0.03  # what a split has to save of recompute, beside a load
 
 
 def row(tokens: int, ids: list[int], at_ms: int = 0) -> dict[str, Any]:
@@ -197,9 +198,8 @@ def test_the_policy_agrees_with_the_exact_answer(lengths: list[int], speed: floa
         assert (asked.seconds >= exact_s * (1 - 1e-9)).all(), "nothing is better than the exact answer"
         assert (asked.seconds <= cell.recompute_s * (1 + 1e-9)).all(), "never worse than no load at all"
         # Both meet within a block; a load that the lag rule would end must not begin, though it be the best.
-        near = asked.seconds <= exact_s / WORTH + costs.compute_s(tokens) - costs.compute_s(
-            tokens - BLOCK_TOKENS
-        )
+        block_s = costs.compute_s(tokens) - costs.compute_s(tokens - BLOCK_TOKENS)
+        near = asked.seconds <= exact_s / WORTH + block_s + TROUBLE * cell.recompute_s
         assert (near | ((exact_s == cell.load_s) & ~may_load)).all()
         assert np.abs(asked.predicted_s / asked.seconds - 1).max() < 1e-3
         assert can_split or Choice.SPLIT not in asked.choices
@@ -220,7 +220,8 @@ def test_on_lengths_of_the_trace_a_split_is_exact(speed: float, slowdown: float)
     tokens = np.array([512, 1024, 2048, 6656, 20_480, 61_440, 122_880])
     costs = Costs(speed * GB, slowdown)
     asked = Policy(costs, int(tokens[-1])).ask(tokens, can_split=True)
-    assert (asked.seconds / Cell.of(tokens, costs).split_s).max() < 1.001
+    cell = Cell.of(tokens, costs)
+    assert ((asked.seconds - cell.split_s) / cell.recompute_s).max() < TROUBLE + 0.001
 
 
 @given(LENGTHS, st.integers(0, 100_000), BANDWIDTHS, st.booleans())
