@@ -109,6 +109,7 @@ class DiskDaemon(BenchDaemon):
             "nvme.directory": disk,
             "nvme.write_budget_bytes_per_day": 0,
             "nvme.stall_s": 60,
+            "plan.mode": "load",  # what is on the disk is asked for, whatever it takes
         }
         super().__init__(home, {**ours, **settings})
 

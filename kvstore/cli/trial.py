@@ -284,6 +284,7 @@ def _settings(config: Config, socket: Path, disk: Path | None) -> dict[str, obje
         "host.slab_bytes": _SLAB_BYTES,
         "host.huge_pages": str(config.host.huge_pages).lower(),
         "grpc.listen": "",
+        "plan.mode": "load",
     }
     if disk is not None:
         settings |= {
