@@ -33,10 +33,11 @@ bool DiskPool::wants_evacuation() const noexcept {
   return over_ || (spares() < spare_target() && !can_create()) || readable_ + writing_ > options_.records_max;
 }
 
-// The oldest one that nobody reads. But where nothing could be written again (after a start, with every segment full)
-// the youngest: what is used would be lost with all below it, and below the youngest there is nothing.
+// The oldest one that nobody reads. But where segments have to leave and nothing could be written again (after a start
+// with less capacity, every segment full) the youngest: what is used would be lost with all below it, and below the
+// youngest there is nothing. Otherwise what was flushed last stays, whatever becomes of the old.
 std::uint32_t DiskPool::victim() const noexcept {
-  const bool full = filling_ == kNone && spares() == 0 && !can_create();
+  const bool full = over_ && filling_ == kNone && spares() == 0 && !can_create();
   std::uint32_t found = kNone;
   for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kSealed)]) {
     const DiskSegment& s = segments_[segment];
