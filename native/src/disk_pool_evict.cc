@@ -34,12 +34,14 @@ bool DiskPool::wants_evacuation() const noexcept {
 }
 
 // The oldest one that nobody reads. But where segments have to leave and nothing could be written again (after a start
-// with less capacity, every segment full) the youngest: what is used would be lost with all below it, and below the
-// youngest there is nothing. Otherwise what was flushed last stays, whatever becomes of the old.
+// with less capacity or another size of segments, every one full) the youngest: what is used would be lost with all
+// below it, and below the youngest there is nothing. Otherwise what was flushed last stays, whatever becomes of the old.
 std::uint32_t DiskPool::victim() const noexcept {
-  const bool full = over_ && filling_ == kNone && spares() == 0 && !can_create();
+  const auto& sealed = in_[static_cast<std::size_t>(SegmentState::kSealed)];
+  const bool leaving = over_ || std::ranges::any_of(sealed, [&](auto s) { return segments_[s].pages != segment_pages_; });
+  const bool full = leaving && filling_ == kNone && spares() == 0 && !can_create();
   std::uint32_t found = kNone;
-  for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kSealed)]) {
+  for (std::uint32_t segment : sealed) {
     const DiskSegment& s = segments_[segment];
     if (s.passed_over || !s.idle()) continue;
     if (found == kNone || (s.age < segments_[found].age) != full) found = segment;
