@@ -1,6 +1,6 @@
 """Reload or recompute, really run: bandwidth of the tier × length of the prompt × load of the engine.
 
-    python -m bench.breakeven --quick --json      a quarter of an hour
+    python -m bench.breakeven --quick --json      16 cells: a quarter to half an hour on two cores
     python -m bench.breakeven --save              the whole grid, and the picture
 
 In every cell the same prompt of SmolLM2-135M (float32, 45 KiB of KV a token) is answered in four ways, turn
@@ -267,7 +267,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     made = parser("breakeven", __doc__)
-    made.add_argument("--quick", action="store_true", help="16 cells, a quarter of an hour at most")
+    made.add_argument("--quick", action="store_true", help="16 cells instead of 80")
     return made.parse_args()
 
 

@@ -10,7 +10,8 @@ __all__ = ["MODES", "Intent"]
 
 # Names of vLLM have 40; a caller that takes its clients' own may cut them.
 REQUEST_CHARS_MAX = 1024
-MODES = ("", "decide", "load", "recompute")
+MODES = ("decide", "load", "recompute")
+"""Of `plan.mode`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Intent:
         can_split: the engine can compute a head while a tail is loading.
         decodes, decode_context: sequences that decode meanwhile, and the tokens of their contexts.
         chunk_tokens: most prompt tokens of one step; 0 = as many as the largest step that was seen.
-        mode: load or recompute, whatever they take; "" = as the daemon's `plan.mode` says. For experiments.
+        mode: as `plan.mode`, for this request alone; "" = what the daemon's says. For experiments.
 
     Raises:
         BadRequest: names the field.
@@ -50,5 +51,5 @@ class Intent:
             raise BadRequest(
                 f"intent.request: need at most {REQUEST_CHARS_MAX} characters, got {self.request!r:.80}"
             )
-        if self.mode not in MODES:
-            raise BadRequest(f"intent.mode: need one of {', '.join(map(repr, MODES))}, got {self.mode!r:.80}")
+        if self.mode and self.mode not in MODES:
+            raise BadRequest(f"intent.mode: need one of {', '.join(MODES)} or nothing, got {self.mode!r:.80}")

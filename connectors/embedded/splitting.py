@@ -52,18 +52,12 @@ def part(hit: Hit, table: Table, start: int, stop: int) -> Hit:
 
 def by_tier(hit: Hit, start: int, stop: int) -> dict[Tier, int]:
     """Blocks [start, stop) of a hit's load range by the tier they came from."""
-    counts: dict[Tier, int] = {}
-    for block in range(start, stop):
-        tier = _tier(hit, block)
-        counts[tier] = counts.get(tier, 0) + 1
-    return counts
-
-
-def _tier(hit: Hit, block: int) -> Tier:
-    if block < hit.ready:
-        return Tier.HOST
+    here = min(max(hit.ready, start), stop)
+    counts = {Tier.HOST: here - start}
     for span in hit.plan.spans:
-        # What was on the device or on HOST when it was looked up, and is not now, has come from NVME.
-        if span.start <= block < span.stop and span.tier not in (Tier.GPU, Tier.HOST):
-            return span.tier
-    return Tier.NVME
+        blocks = min(stop, span.stop) - max(here, span.start)
+        if blocks > 0 and span.tier not in (Tier.GPU, Tier.HOST):
+            counts[span.tier] = counts.get(span.tier, 0) + blocks
+    # What was on the device or on HOST when it was looked up, and is not now, has come from NVME.
+    counts[Tier.NVME] = counts.get(Tier.NVME, 0) + stop - start - sum(counts.values())
+    return {tier: blocks for tier, blocks in counts.items() if blocks}

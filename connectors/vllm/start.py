@@ -157,7 +157,7 @@ def share_interpreter(vllm_config: Any) -> None:
     """Let threads beside an engine's main one have their turns, where that spins.
 
     With several ranks vLLM's main thread waits for them by `os.sched_yield` in a loop, which keeps the GIL:
-    on a busy machine a lookup then took half a minute. Python's 5 ms are how long each turn is waited for.
+    on a busy machine lookups then starve. Python's 5 ms are how long each turn is waited for.
     """
     if vllm_config.parallel_config.world_size > 1:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvstore.errors import ConfigError
+from kvstore.intent import MODES
 from kvstore.types import PAGE_BYTES, Reuse
 
 __all__ = [
@@ -266,8 +267,8 @@ class PlanConfig(Table, frozen=True):
 
     def check(self) -> None:
         """Raises ConfigError for a mode that there is not."""
-        if self.mode not in ("decide", "load", "recompute"):
-            raise ConfigError(f"plan.mode: need decide, load or recompute, got {self.mode!r:.40}")
+        if self.mode not in MODES:
+            raise ConfigError(f"plan.mode: need one of {', '.join(MODES)}, got {self.mode!r:.40}")
 
 
 class TenantConfig(Table, frozen=True):

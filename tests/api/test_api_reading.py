@@ -82,6 +82,17 @@ async def test_a_match_ends_where_the_store_ends(endpoint: Endpoint, known: int)
     assert (await endpoint.plan(longer)).plan == found.plan
 
 
+async def test_a_plan_hears_of_its_request_and_says_what_it_chose(endpoint: Endpoint) -> None:
+    await endpoint.save(endpoint.chain(range(32)), random_blocks(6, 8))
+    chain = endpoint.chain(range(32))
+    plan = (await endpoint.store.Plan(pb.PlanRequest(chain=chain, intent=pb.Intent(prompt_tokens=40)))).plan
+    assert (plan.choice, plan.load_stop) == (pb.CHOICE_LOAD, 8)
+    assert not plan.predictions and "no step was seen" in plan.reason  # nothing is invented
+    for bad in (pb.Intent(queued_s=float("nan")), pb.Intent(queued_s=-1.0), pb.Intent(request="x" * 2000)):
+        with pytest.raises(grpc.aio.AioRpcError, match="intent"):
+            await endpoint.store.Plan(pb.PlanRequest(chain=chain, intent=bad))
+
+
 async def test_a_miss_has_a_reason_and_no_lease(endpoint: Endpoint) -> None:
     for tokens, why in ((range(8), "nothing of this prompt"), (range(3), "shorter than one block")):
         missed = await endpoint.look_up(endpoint.chain(tokens))
