@@ -51,7 +51,7 @@ class RealDaemon:
 
     Args:
         folder: for the configuration, the socket and the log; short, because of the socket's path.
-        settings: "table.key" → TOML value as text, over a small arena.
+        settings: "table.key" → TOML value as text, over a small arena and a plan.mode of "load".
         tenants: TOML text of [[tenants]] tables.
         environ: over this process's environment.
         program: arguments of Python that run the command line; for daemons with a planted fault.
@@ -79,6 +79,7 @@ class RealDaemon:
             "host.slab_bytes": '"2MiB"',
             "host.huge_pages": "false",
             "host.threads": "1",
+            "plan.mode": '"load"',  # a test of loads asks for them; computing a tiny model may well be faster
             **(settings or {}),
         }
         tables: dict[str, list[str]] = {}
