@@ -1,20 +1,20 @@
 """Reload or recompute, really run: bandwidth of the tier × length of the prompt × load of the engine.
 
-    python -m bench.breakeven --quick --json      16 cells: a quarter to half an hour on two cores
+    python -m bench.breakeven --quick --json      16 cells: a quarter of an hour on two cores
     python -m bench.breakeven --save              the whole grid, and the picture
 
 In every cell the same prompt of SmolLM2-135M (float32, 45 KiB of KV a token) is answered in four ways, turn
-and turn about (A B C D A', then backwards), and each time it is on NVME and nowhere else:
+and turn about (A B C D, then backwards), and each time it is on NVME and nowhere else:
 
     recompute   no reuse at all: an engine without a store
     load        all of it is loaded, whatever that takes
     split       a tail is loaded while the head is computed
     planner     what `kvstore` decides
 
-The tier's bandwidth is `nvme.limit_bytes_per_s`. A loaded engine decodes eight other sequences meanwhile.
-What counts is the time to the first token; the median over turns of each way. Recompute runs a second time in
-every turn as if it were something else: that control (`aa_p95`) says how far the machine's noise goes, and
-above 0.05 the run calls itself void.
+The tier's bandwidth is `nvme.limit_bytes_per_s`. A loaded engine decodes four other sequences meanwhile.
+What counts is the time to the first token; the median over turns of each way. In every second cell, so that
+each bandwidth, length and load has some, recompute runs a second time in every turn as if it were something
+else: that control (`aa_p95`) says how far the machine's noise goes, and above 0.05 the run calls itself void.
 
     planner_over_best              planner over the fastest of the others, cell by cell
     planner_over_recompute         what asking the store may cost
@@ -43,7 +43,7 @@ from bench.measure import finish, parser
 __all__ = ["BARS", "Cell", "main", "verdict"]
 
 MB = 1_000_000
-BUSY = 8
+BUSY = 4
 _AGAIN = "recompute again"
 _ORDER = (*ARMS, _AGAIN)
 AA_MAX = 0.05
@@ -54,7 +54,7 @@ BARS = {
 }
 """At most; the first two plus `aa_p95`."""
 _WITHIN = 2.0
-_WARM = 4
+_WARM = 3
 _WARM_TOKENS = 256
 _CHECK_TOKENS = 64
 
@@ -110,8 +110,10 @@ class Cell:
         return statistics.median(answer.ttft_s for answer in self.answers[arm])
 
     @property
-    def aa(self) -> float:
-        """By how much recompute is off from itself."""
+    def aa(self) -> float | None:
+        """By how much recompute is off from itself; None without the control."""
+        if _AGAIN not in self.answers:
+            return None
         return abs(self.ttft_s(_AGAIN) / self.ttft_s("recompute") - 1.0)
 
     @property
@@ -146,13 +148,13 @@ class Cell:
             "mb_per_s": self.limit // MB or None,
             "tokens": self.tokens,
             "load": "loaded" if self.loaded else "idle",
-            "ttft_s": {arm: _short(self.ttft_s(arm)) for arm in _ORDER},
+            "ttft_s": {arm: _short(self.ttft_s(arm)) for arm in self.answers},
             "spread_s": {arm: [_short(value) for value in _quartiles(self, arm)] for arm in ARMS},
             "planner_over_best": _short(self.ttft_s("planner") / self.best_s),
             "planner_over_recompute": _short(self.ttft_s("planner") / self.ttft_s("recompute")),
             "load_over_recompute": _short(self.ttft_s("load") / self.ttft_s("recompute")),
             "split_over_best_pure": _short(self.ttft_s("split") / self.pure_s),
-            "aa": _short(self.aa),
+            "aa": None if self.aa is None else _short(self.aa),
             "planner_chose": dict(self.choices),
             "reason": self.answers["planner"][-1].plan.get("reason", ""),
         }
@@ -161,7 +163,7 @@ class Cell:
 def run(place: Stage, grid: Grid, note: Any) -> list[Cell]:
     """All cells. Within one bandwidth and one load they take turns; a change of either is learnt first."""
     cells = []
-    for limit in grid.limits:
+    for row_number, limit in enumerate(grid.limits):
         place.set_limit(limit)
         for loaded in (False, True):
             with place.busy(BUSY) if loaded else nullcontext():
@@ -169,6 +171,8 @@ def run(place: Stage, grid: Grid, note: Any) -> list[Cell]:
                     place.ask("load", _WARM_TOKENS)
                     place.ask("recompute", _WARM_TOKENS)
                 row = [Cell(limit, tokens, loaded) for tokens in grid.lengths]
+                for cell in row[(row_number + loaded) % 2 :: 2]:  # every second one has no control
+                    del cell.answers[_AGAIN]
                 for turn in range(grid.turns):
                     for cell in row:
                         _turn(place, cell, backwards=turn % 2 == 1)
@@ -179,18 +183,14 @@ def run(place: Stage, grid: Grid, note: Any) -> list[Cell]:
 
 
 def _turn(place: Stage, cell: Cell, *, backwards: bool) -> None:
-    for arm in reversed(_ORDER) if backwards else _ORDER:
+    for arm in reversed(cell.answers) if backwards else cell.answers:
         cell.answers[arm].append(place.ask("recompute" if arm == _AGAIN else arm, cell.tokens))
 
 
-def long_answers(place: Stage, lengths: Sequence[int]) -> bool:
+def long_answers(place: Stage, length: int) -> bool:
     """Whether every way gives the same 64 tokens, on a disk near break-even."""
     place.set_limit(20 * MB)
-    same = True
-    for length in lengths:
-        answers = {arm: place.ask(arm, length, _CHECK_TOKENS).tokens for arm in ARMS}
-        same &= len(set(answers.values())) == 1
-    return same
+    return len({place.ask(arm, length, _CHECK_TOKENS).tokens for arm in ARMS}) == 1
 
 
 def verdict(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def verdict(cells: Sequence[Cell]) -> dict[str, Any]:
         for cell in cells
         if cell.near_even and 2 * len(cell.chose_split) > len(cell.answers["planner"])
     ]
-    aa = float(np.quantile([cell.aa for cell in cells], 0.95))
+    aa = float(np.quantile([cell.aa for cell in cells if cell.aa is not None], 0.95))
     return {
         "aa_p95": _short(aa),
         "planner_over_best_p95": _short(float(np.quantile(best, 0.95))),
@@ -214,7 +214,7 @@ def verdict(cells: Sequence[Cell]) -> dict[str, Any]:
         "split_cells": len(split),
         "near_even_cells": sum(cell.near_even for cell in cells),
         "outputs_identical": all(
-            len({answer.tokens for arm in _ORDER for answer in cell.answers[arm]}) == 1 for cell in cells
+            len({answer.tokens for given in cell.answers.values() for answer in given}) == 1 for cell in cells
         ),
     }
 
@@ -242,7 +242,7 @@ def main() -> int:
 
     with stage((*grid.lengths, _WARM_TOKENS)) as place:
         cells = run(place, grid, note)
-        same = long_answers(place, grid.lengths)
+        same = long_answers(place, max(grid.lengths))
     figures = verdict(cells)
     figures["outputs_identical"] &= same
     figures |= {
@@ -272,7 +272,7 @@ def _options() -> argparse.Namespace:
 
 
 def _line(cell: Cell) -> str:
-    arms = "  ".join(f"{arm} {cell.ttft_s(arm):6.3f}" for arm in _ORDER)
+    arms = "  ".join(f"{arm} {cell.ttft_s(arm):6.3f}" for arm in cell.answers)
     limit = f"{cell.limit // MB:4} MB/s" if cell.limit else "no limit "
     chose = ", ".join(f"{name} {count}" for name, count in cell.choices.items())
     return f"{limit} {cell.tokens:5} tokens {'loaded' if cell.loaded else 'idle  '}  {arms}  ({chose})"

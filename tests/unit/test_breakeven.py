@@ -48,6 +48,13 @@ def test_good_cells_reach_the_bars() -> None:
     assert figures["outputs_identical"] and missed(figures) == []
 
 
+def test_cells_without_the_control_say_nothing_of_noise() -> None:
+    bare = cell(20 * MB, 512, seconds(1.0, 1.2, 0.6, 0.62), "split")
+    del bare.answers[AGAIN]
+    assert bare.aa is None and bare.json()["aa"] is None
+    assert verdict([*GOOD, bare])["aa_p95"] == verdict(GOOD)["aa_p95"]
+
+
 def test_each_bar_can_be_missed() -> None:
     slow = cell(20 * MB, 512, seconds(1.0, 1.2, 0.6, 1.3), "split")
     names = " ".join(missed(verdict([slow])))
@@ -66,7 +73,7 @@ def test_text_and_picture_show_the_cells(tmp_path: Path, monkeypatch: pytest.Mon
     result = {
         **verdict([*GOOD, *loaded]),
         "grid": grid,
-        "model": {"busy_sequences": 8},
+        "model": {"busy_sequences": 4},
         "cells": [one.json() for one in (*GOOD, *loaded)],
     }
     text = breakeven_text(result, "breakeven_quick")
