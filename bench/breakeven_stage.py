@@ -7,12 +7,10 @@ blocks that nobody will ask for fill HOST (the write budget is spent by then, so
 from __future__ import annotations
 
 import itertools
-import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +19,23 @@ from kvstore.connectors.embedded.attach import connect
 from kvstore.connectors.embedded.demo_disk import disk_folder, disk_settings
 from kvstore.connectors.embedded.engine import Engine, EngineLimits
 from kvstore.connectors.embedded.model import load_model
-from kvstore.connectors.embedded.processes import DaemonProcess
 from kvstore.connectors.embedded.request import Report, Request
 from kvstore.connectors.embedded.smollm2 import find_smollm2
 from kvstore.connectors.embedded.spec import read_spec
 from kvstore.connectors.embedded.store_tables import StoreTables
 
+from bench.breakeven_daemon import Answer, LimitedDaemon
 from kvstore.client import Client, Limits
 from kvstore.intent import Intent
 from kvstore.types import Choice, Hit, Reuse
 
-__all__ = ["ARMS", "Answer", "Stage", "stage"]
+__all__ = ["ARMS", "Stage", "stage"]
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 256
 _MIB = 1 << 20
 _SLAB = 32 * _MIB
-_ATTACH_S, _RELOAD_S, _REQUEST_S = 60.0, 10.0, 300.0
+_ATTACH_S, _REQUEST_S = 60.0, 300.0
 # The store's own ways and, as what an engine without a store does, no reuse at all.
 _LOAD_ALL = Intent(mode="load")
 ARMS: dict[str, Choice | None] = {
@@ -48,33 +46,17 @@ ARMS: dict[str, Choice | None] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One measured request.
-
-    Attributes:
-        ttft_s: to its first token.
-        tokens: its answer.
-        choice: what was done with its match, as the daemon remembers it; "" = nobody was asked.
-        loaded_tokens: of the prompt.
-        plan: all that the daemon remembers.
-    """
-
-    ttft_s: float
-    tokens: tuple[int, ...]
-    choice: str
-    loaded_tokens: int
-    plan: dict[str, Any]
-
-
 class Stage:
-    """The engine, its daemon, and prompts on the daemon's disk.
+    """The embedded engine, its daemon, and prompts on the daemon's disk.
 
     Args:
         folder: for the daemon's socket, log and configuration.
         settings: of its NVME tier.
         lengths: of the prompts, in tokens.
     """
+
+    arms: Sequence[str] = tuple(ARMS)
+    facts: Mapping[str, object] = {"block_tokens": BLOCK_TOKENS, "chunk_tokens": CHUNK_TOKENS}
 
     def __init__(
         self, folder: Path, settings: dict[str, object], model: Path, lengths: Sequence[int]
@@ -84,10 +66,7 @@ class Stage:
         token_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * 4
         self._arena_bytes = -(-(longest * token_bytes + 8 * _MIB) // _SLAB) * _SLAB
         self.token_bytes = token_bytes
-        self._config = folder / "kvstore.toml"
-        self._settings: dict[str, object] = {**settings, "host.capacity_bytes": self._arena_bytes}
-        self._write_config(0, budget=0)
-        self.daemon = DaemonProcess(folder, {}, self._config)
+        self.daemon = LimitedDaemon(folder, {**settings, "host.capacity_bytes": self._arena_bytes})
         self.daemon.wait_ready()
         blocks = (longest + 10_000) // BLOCK_TOKENS  # for the others, too
         self._model = load_model(model, blocks=blocks + 1, block_tokens=BLOCK_TOKENS)
@@ -108,7 +87,6 @@ class Stage:
         self._busy_until = 0
         self._random = np.random.default_rng(1)
         self._vocab = spec.vocab
-        self._reloads = 0
         self._wait_attached()
         self.prompts = {length: self._make(length) for length in lengths}
         self.settle()
@@ -136,36 +114,6 @@ class Stage:
         if not self.tables.settle(60.0):
             raise RuntimeError("saves did not end within a minute")
         self.daemon.flush()
-
-    def set_limit(self, bytes_per_s: int, latency_s: float = 0.0) -> None:
-        """How fast the disk may be from now on; 0 = as it is. Returns when the daemon has read that."""
-        self._reloads += 1
-        self._write_config(bytes_per_s, budget=1, latency_s=latency_s)
-        self.daemon.process.send_signal(signal.SIGHUP)
-        self.daemon.wait_logged("configuration reloaded", self._reloads, _RELOAD_S)
-
-    def slow_down(self, bytes_per_s: int) -> None:
-        """As `set_limit`, without waiting: for the middle of a load."""
-        self._reloads += 1
-        self._write_config(bytes_per_s, budget=1)
-        self.daemon.process.send_signal(signal.SIGHUP)
-
-    def _write_config(self, limit: int, *, budget: int, latency_s: float = 0.0) -> None:
-        values = {
-            **self._settings,
-            "nvme.write_budget_bytes_per_day": budget,
-            "nvme.limit_bytes_per_s": limit,
-            "nvme.added_latency_s": latency_s,
-        }
-        tables: dict[str, list[str]] = {}
-        for key, value in values.items():
-            table, _, name = key.partition(".")
-            bare = isinstance(value, int | float) or str(value) in ("true", "false")
-            tables.setdefault(table, []).append(f"{name} = {value if bare else repr(str(value))}")
-        text = "".join(f"[{table}]\n" + "\n".join(lines) + "\n" for table, lines in tables.items())
-        fresh = self._config.with_suffix(".new")
-        fresh.write_text(text)
-        fresh.rename(self._config)
 
     def only_on_disk(self, prompt: Sequence[int]) -> None:
         """Fill HOST with blocks that nobody wants, until nothing of this prompt is left there.

@@ -6,20 +6,22 @@ from typing import Any
 
 __all__ = ["breakeven_text"]
 
-_WAYS = ("recompute", "load", "split", "planner")
+_HEADS = {"load": "always load"}
 
 
 def breakeven_text(result: dict[str, Any], name: str) -> str:
     """The picture, a row for each cell of an idle engine, and what holds over all cells."""
+    ways = result["arms"]
+    heads = " | ".join(_HEADS.get(way, way) for way in ways)
     rows = [
         f"![load over recompute, the planner's choice, and what it cost](bench/results/{name}.png)\n",
-        "| limit of the disk | prompt | recompute | always load | split | planner | it chose |",
-        "|---|---|---|---|---|---|---|",
+        f"| limit of the disk | prompt | {heads} | it chose |",
+        "|---" * (3 + len(ways)) + "|",
     ]
     for cell in result["cells"]:
         if cell["load"] != "idle":
             continue
-        times = " | ".join(f"{cell['ttft_s'][way]:.2f} s" for way in _WAYS)
+        times = " | ".join(f"{cell['ttft_s'][way]:.2f} s" for way in ways)
         chose = ", ".join(f"{choice} {count}" for choice, count in cell["planner_chose"].items())
         limit = f"{cell['mb_per_s']} MB/s" if cell["mb_per_s"] else "none"
         rows.append(f"| {limit} | {cell['tokens']:,} tokens | {times} | {chose} |")

@@ -78,13 +78,13 @@ def main() -> int:
 
 def _surprise(place: Stage, name: str, limit: int) -> dict[str, Any]:
     """One load that is slowed down in its middle, then what the planner makes of it."""
-    place.set_limit(0)
+    place.daemon.set_limit(0)
     loaded = _until(place, lambda answer: answer.choice in ("load", "split") and answer.loaded_tokens > 0)
-    with _after(_IN_MID_LOAD_S, lambda: place.slow_down(limit)):
+    with _after(_IN_MID_LOAD_S, lambda: place.daemon.slow_down(limit)):
         hit = place.ask("planner", TOKENS)
     words = place.client.explain(str(hit.plan.get("request", ""))).get("words", [])
     doubted = _until(place, lambda answer: answer.choice == "recompute" or answer.choice == "split")
-    place.set_limit(0)
+    place.daemon.set_limit(0)
     back = _until(place, lambda answer: answer.choice in ("load", "split") and answer.loaded_tokens > 0)
     return {
         "limit": name,

@@ -49,7 +49,7 @@ class Table:
         lease: owner of the table.
         added: blocks that this call appended.
         device: leading blocks that hold valid bytes.
-        load_start, load_stop: blocks to fill from `runs`.
+        load_start, load_stop: blocks to fill from `runs`; without any they have to be fetched first.
         demotions: do these first and ask again; nothing was added.
         busy: nothing was added, for this reason.
     """
@@ -112,7 +112,8 @@ def _first_table(caller: Caller, lease: Lease, added: NDArray[np.uint32], hits: 
     group = caller.group
     on_host = group.host.leading(lease.nodes[hits:blocks]) + hits
     lease.device, lease.host = hits, on_host
-    runs = group.host.runs(lease.nodes[hits:on_host], caller.shape)
+    # A limited HOST lets nothing out at once: then they are fetched.
+    runs = b"" if group.fetches.limited else group.host.runs(lease.nodes[hits:on_host], caller.shape)
     return Table(lease, added, hits, hits, on_host, runs)
 
 

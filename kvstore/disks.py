@@ -32,10 +32,9 @@ class DiskLoop:
         self._loop = loop
         self._disks = [group.nvme for group in store.groups.values() if isinstance(group.nvme, NvmeTier)]
         self._timer: asyncio.TimerHandle | None = None
-        self._wakes: list[_Wake] = []
+        # Those of a disk, or without one of what waits for a limited HOST.
+        self._wakes = [_Wake(group.fetches.alarms, store.clock, loop) for group in store.groups.values()]
         for disk in self._disks:
-            wake = _Wake(disk.alarms, store.clock, loop)
-            self._wakes.append(wake)
             loop.add_reader(disk.eventfd, disk.pump)
             disk.pump()
         if self._disks:
@@ -61,7 +60,7 @@ class DiskLoop:
 
 
 class _Wake:
-    """One disk's alarms, rung at their moment: a timer of the loop is late by a millisecond or two."""
+    """One group's alarms, rung at their moment: a timer of the loop is late by a millisecond or two."""
 
     def __init__(self, alarms: Alarms, clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
         self._alarms = alarms

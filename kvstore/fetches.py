@@ -26,6 +26,7 @@ class Fetching:
         lease: whose blocks.
         start, ready: blocks [start, ready) can be copied now.
         stop: where it ends; lowered when the rest will not come.
+        came: blocks that are on HOST, in their order; a limit of HOST lets them out later.
         reason: why it was lowered.
         lagged: it was given up by its `Watch`.
     """
@@ -34,10 +35,12 @@ class Fetching:
         self.lease = lease
         self.start = self.ready = start
         self.stop = stop
+        self.came = host.leading(lease.nodes[start:stop])
         self.reason = ""
         self.lagged = False
+        self.shape = shape
         self._host = host
-        self._shape = shape
+        self._first: int | None = None
 
     @property
     def end(self) -> int:
@@ -60,15 +63,25 @@ class Fetching:
 
     def runs(self, start: int, stop: int) -> bytes:
         """Where blocks [start, stop), which are ready, lie: `_native.pack_slots`."""
-        return self._host.runs(self.lease.nodes[start:stop], self._shape)
+        return self._host.runs(self.lease.nodes[start:stop], self.shape)
+
+    def brings(self, first: int) -> None:
+        """What is behind block `first`, it included, comes from NVME."""
+        self._first = first
+        self.lease.brought = (first, first)
 
     def follow(self, first: int, promotion: Promotion) -> None:
         """The promotion of blocks [first, …) has changed."""
         self.stop = first + promotion.stop
-        self.ready = min(first + promotion.reached, self.stop)
+        self.came = min(first + promotion.reached, self.stop) - self.start
         self.reason = promotion.reason
-        self.lease.brought = (first, self.ready)
-        self.lease.host = max(self.lease.host, self.ready)
+
+    def let(self, count: int) -> None:
+        """So many of the blocks that came can be copied."""
+        self.ready = self.start + count
+        if self._first is not None:
+            self.lease.brought = (self._first, max(self._first, self.ready))
+            self.lease.host = max(self.lease.host, self.ready)
 
     def cut(self, reason: str) -> None:
         """Nothing more will come."""
@@ -86,7 +99,8 @@ class TailFetching(Fetching):
     def __init__(self, lease: Lease, start: int, stop: int, host: HostTier, shape: SlotFormat) -> None:
         super().__init__(lease, start, stop, host, shape)
         absent = np.flatnonzero(~host.readable(lease.nodes[start:stop]))
-        self.ready = start + int(absent[-1]) + 1 if len(absent) else start
+        self.came = stop - start - (int(absent[-1]) + 1 if len(absent) else 0)
+        self.ready = stop
         self.tail = Tail(self.ready, stop, start, lease.host)
         count = stop - start
         size = max(1, min(PIECE_BYTES // shape.slot_bytes, count // PIECES_MIN), count // PIECES_MAX)
@@ -120,8 +134,11 @@ class TailFetching(Fetching):
 
     def follow(self, first: int, promotion: Promotion) -> None:
         self.start = max(self.start, self._lowest(promotion.stop))
-        self.ready = max(self.start, min(self.ready, self._lowest(promotion.reached)))
+        self.came = max(self.came, self.stop - max(self.start, self._lowest(promotion.reached)))
         self.reason = promotion.reason
+
+    def let(self, count: int) -> None:
+        self.ready = max(self.start, self.stop - count)
         self.tail.start = self.ready
 
     def _lowest(self, reached: int) -> int:

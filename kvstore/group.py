@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import structlog
@@ -25,9 +26,10 @@ from kvstore.leases import Lease, Leases, LeaseState
 from kvstore.memory import GroupMemory
 from kvstore.meters import Meters
 from kvstore.policy.admission import Admission
-from kvstore.pricing import Pricing
+from kvstore.pricing import Pricing, Source
 from kvstore.probing import Probing
 from kvstore.tenants import Origin
+from kvstore.tiers.alarms import Alarms
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.noop import NoDisk
@@ -66,7 +68,10 @@ class Group:
         self.pricing = Pricing(clock)
         self.host = HostTier(memory)
         self.nvme: NvmeTier | NoDisk = _nvme(memory, self.host, config, clock)
-        self.fetches = Fetches(self.host, self.nvme)
+        alarms = self.nvme.alarms if isinstance(self.nvme, NvmeTier) else Alarms(clock)
+        self.fetches = Fetches(self.host, self.nvme, alarms)
+        self.fetches.set_limits(config.host.limit_bytes_per_s, config.host.added_latency_s)
+        self.fetches.on_transfer = partial(self.pricing.observe_transfer, Source(Tier.HOST))
         self.leases = Leases(memory.index, config.daemon.leases_max)
         self.decisions = Decisions()
         self.probing: Probing | None = None
@@ -97,6 +102,7 @@ class Group:
         """Limits of a reloaded configuration hold from now on."""
         self.config = config
         self.leases.per_session_max = config.daemon.leases_max
+        self.fetches.set_limits(config.host.limit_bytes_per_s, config.host.added_latency_s)
         if isinstance(self.nvme, NvmeTier):
             self.nvme.reconfigure(config.nvme)
         self.meters.expect([tenant.name for tenant in config.tenants if tenant.group == self.name])

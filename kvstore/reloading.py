@@ -1,8 +1,9 @@
 """Reload on SIGHUP: what may change while engines are attached, and what has to wait for a restart.
 
-    at once            log level, limits and times of [daemon], write budget, stall time and speed limits of
-                       [nvme], how loads are planned, new tenants of existing groups (and their
-                       salts), tenants that may not attach any more, the reuse that a tenant may ask for
+    at once            log level, limits and times of [daemon], speed limits of [host], write budget, stall
+                       time and speed limits of [nvme], how loads are planned, new tenants of existing
+                       groups (and their salts), tenants that may not attach any more, the reuse that a
+                       tenant may ask for
     after a restart    everything else: sockets, arenas, groups, salts and groups of tenants that exist
 
 Sessions that are attached keep the roots that they were given. A file with a mistake changes nothing.
@@ -39,6 +40,8 @@ LIVE_KEYS = frozenset(
         "daemon.sessions_max",
         "daemon.leases_max",
         "daemon.log_level",
+        "host.limit_bytes_per_s",
+        "host.added_latency_s",
         "nvme.write_budget_bytes_per_day",
         "nvme.stall_s",
         "nvme.limit_bytes_per_s",

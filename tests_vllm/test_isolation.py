@@ -45,8 +45,8 @@ def test_a_request_may_stay_out(tiny: Path, daemon: Daemon, new_engine: NewEngin
     engine = new_engine(tiny, daemon.socket)
     prompt = prompt_of(400)
 
-    def ask(reuse: str) -> int:
-        params = {"kv_transfer_params": {"kvstore": {"reuse": reuse}}}
+    def ask(reuse: object, **more: object) -> int:
+        params = {"kv_transfer_params": {"kvstore": {"reuse": reuse, **more}}}
         answer = engine.wait([engine.submit(prompt, 4, sampling={"extra_args": params})])[0]
         engine.drain()
         assert engine.forget()
@@ -55,6 +55,7 @@ def test_a_request_may_stay_out(tiny: Path, daemon: Daemon, new_engine: NewEngin
     for reuse in ("none", "everybody"):  # a mistake must not share more than was meant
         assert ask(reuse) == 0
         assert daemon.ready() == 0
+    assert ask("own", plan="perhaps") == 0 and daemon.ready() == 0
     assert [ask("own"), ask("own")] == [0, 384]
     assert ask("none") == 0
 

@@ -78,6 +78,22 @@ def test_a_disk_slower_than_computing_is_not_waited_for(place: Place) -> None:
     assert place.engine.free_blocks == place.engine.pool.num_gpu_blocks - 1
 
 
+def test_a_request_may_decide_for_itself(place: Place) -> None:
+    place.restart(limit=0)
+
+    def hit_tokens(plan: str) -> dict[str, int]:
+        wish = {"kv_transfer_params": {"kvstore": {"plan": plan}}}
+        answer = place.engine.wait([place.engine.submit(place.prompt, 32, sampling={"extra_args": wish})])[0]
+        assert answer.tokens == place.tokens
+        place.engine.drain()
+        assert place.engine.forget()
+        found: dict[str, int] = answer.params["kvstore"]["hit_tokens"]
+        return found
+
+    assert hit_tokens("recompute") == {}
+    assert hit_tokens("load") == {"NVME": BLOCKS * 128}
+
+
 def test_what_was_decided_and_how_long_it_took_is_told(place: Place) -> None:
     place.restart(limit=0)
     name = place.engine.submit(place.prompt, 8)

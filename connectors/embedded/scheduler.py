@@ -161,7 +161,9 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._active) < self._limits.batch_max:
             live = self._waiting[0]
-            table = self._tables.begin(live.request.id, live.tokens, live.reuse)
+            self._take_ready()  # those that had nothing to load are in the way of the next
+            ahead = sum(one.pending for one in self._active if one.phase is Phase.RUNNING and one.pending > 1)
+            table = self._tables.begin(live.request.id, live.tokens, live.reuse, ahead)
             if table is None:
                 if not self._active:
                     self._note_no_room(live)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvstore.types import Hit, Tier
+from kvstore.types import Hit, Span, Tier
 
 if TYPE_CHECKING:
     from kvstore.client import Table, TailLoad
@@ -44,19 +44,22 @@ class Split:
 
 
 def part(hit: Hit, table: Table, start: int, stop: int) -> Hit:
-    """The same hit for the load of blocks [start, stop), with the table's slots of those on HOST."""
-    plan = replace(hit.plan, load_start=start, load_stop=stop)
+    """The same hit for the load of blocks [start, stop), as the table, newer than it, says where they are."""
+    here = min(max(table.load_stop, start), stop)
+    below = [span for span in hit.plan.spans if span.tier not in (Tier.GPU, Tier.HOST)]
+    spans = [Span(Tier.HOST, start, here)]
+    spans += [replace(span, start=max(here, span.start)) for span in below if span.stop > here]
+    plan = replace(hit.plan, load_start=start, load_stop=stop, spans=tuple(spans))
     first = start - table.load_start
     return replace(hit, plan=plan, slots=table.slots[first : first + stop - start])
 
 
 def by_tier(hit: Hit, start: int, stop: int) -> dict[Tier, int]:
     """Blocks [start, stop) of a hit's load range by the tier they came from."""
-    here = min(max(hit.ready, start), stop)
-    counts = {Tier.HOST: here - start}
+    counts: dict[Tier, int] = {}
     for span in hit.plan.spans:
-        blocks = min(stop, span.stop) - max(here, span.start)
-        if blocks > 0 and span.tier not in (Tier.GPU, Tier.HOST):
+        blocks = min(stop, span.stop) - max(start, span.start)
+        if blocks > 0:
             counts[span.tier] = counts.get(span.tier, 0) + blocks
     # What was on the device or on HOST when it was looked up, and is not now, has come from NVME.
     counts[Tier.NVME] = counts.get(Tier.NVME, 0) + stop - start - sum(counts.values())

@@ -24,6 +24,7 @@ from kvstore.intent import Intent
 from kvstore.types import Busy, Choice, Hit, Reuse, Tier
 
 from .handle import Handle
+from .pace import Pace
 from .splitting import Split, by_tier, part
 from .tables import Joined, Table, blocks_for
 from .tables import Reuse as ReuseName
@@ -69,7 +70,7 @@ class StoreTables:
         self.dropped_saves: list[str] = []
         """Reasons of saves that did not keep everything, the last 100."""
         self._plans: dict[str, int] = {}  # of unfinished requests, by their names
-        self._decoding = (0, 0)  # in the latest step: sequences, and tokens of their contexts
+        self._pace = Pace()
         client.on_attach = self._adopt_all
 
     @property
@@ -92,14 +93,16 @@ class StoreTables:
 
     # ---- begin -------------------------------------------------------------------------------------------
 
-    def begin(self, request_id: str, tokens: Sequence[int], reuse: ReuseName) -> Table | None:
+    def begin(
+        self, request_id: str, tokens: Sequence[int], reuse: ReuseName, ahead_tokens: int = 0
+    ) -> Table | None:
         kind = Reuse(reuse)
         chain = self._client.chain(tokens, self._tenant, kind)
         # The last token is always computed: its logits are what was asked for.
         reusable = (len(tokens) - 1) // self._block_tokens
         found = None
         if chain is not None and reusable:
-            found = self._client.lookup(chain, reusable, self._intent(request_id, len(tokens)))
+            found = self._client.lookup(chain, reusable, self._intent(request_id, len(tokens), ahead_tokens))
             if not isinstance(found, Busy):
                 self._plans[request_id] = found.plan.id if isinstance(found, Hit) else found.plan
         lease = found.lease if isinstance(found, Hit) else 0
@@ -118,13 +121,12 @@ class StoreTables:
             self._begin_load(table, handle, found, got)
         return table
 
-    def _intent(self, request_id: str, tokens: int) -> Intent:
+    def _intent(self, request_id: str, tokens: int, ahead_tokens: int) -> Intent:
         """What the plan of a request depends on beside its keys."""
         mode = "" if self.force is None else "recompute" if self.force is Choice.RECOMPUTE else "load"
-        decodes, context = self._decoding
-        return Intent(
-            tokens, request_id, can_split=self.can_split, decodes=decodes, decode_context=context, mode=mode
-        )
+        pace = self._pace
+        queued_s, load = pace.seconds(ahead_tokens), (pace.decodes, pace.decode_context)
+        return Intent(tokens, request_id, queued_s, self.can_split, *load, mode=mode)
 
     def _begin_load(self, table: Table, handle: Handle, found: Hit, got: DaemonTable) -> None:
         """Begin what the plan says, from the first block that the device lacks (it may have lost some)."""
@@ -132,7 +134,7 @@ class StoreTables:
         start, stop = got.load_start, self._load_stop(choice, found, got)
         if stop <= start:
             return
-        ready = min(got.load_stop, stop)
+        ready = min(start + len(got.slots), stop)
         split = choice is Choice.SPLIT and stop - start > 1
         # What leads on HOST is copied at once; of the rest computing takes the front, and the load the end.
         front = stop if not split else ready if ready < stop - 1 else start
@@ -291,7 +293,7 @@ class StoreTables:
     # ---- what the daemon counts and learns from ------------------------------------------------------------
 
     def computed(self, step: StepTime) -> None:
-        self._decoding = (step.decodes, step.decode_context)
+        self._pace.note(step)
         self._client.note_prefill(
             step.prefill_tokens, step.seconds, step.prefill_area, step.decodes, step.decode_context
         )

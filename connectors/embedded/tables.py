@@ -69,8 +69,14 @@ class Tables(Protocol):
     def capacity_blocks(self) -> int:
         """The most blocks that one table could ever have, when nothing else runs."""
 
-    def begin(self, request_id: str, tokens: Sequence[int], reuse: Reuse) -> Table | None:
-        """Blocks for all of `tokens`. None: no room now, ask again later (nothing was taken)."""
+    def begin(
+        self, request_id: str, tokens: Sequence[int], reuse: Reuse, ahead_tokens: int = 0
+    ) -> Table | None:
+        """Blocks for all of `tokens`. None: no room now, ask again later (nothing was taken).
+
+        Args:
+            ahead_tokens: of earlier prompts, which are computed before its first.
+        """
 
     def ready(self, table: Table) -> bool:
         """Whether loads into the table have ended. True is final, and so is `reused_tokens` then.
@@ -144,7 +150,9 @@ class LocalTables:
         """Blocks that no table holds."""
         return len(self._free)
 
-    def begin(self, request_id: str, tokens: Sequence[int], reuse: Reuse) -> Table | None:
+    def begin(
+        self, request_id: str, tokens: Sequence[int], reuse: Reuse, ahead_tokens: int = 0
+    ) -> Table | None:
         taken = self._take(blocks_for(len(tokens), self._block_tokens))
         return None if taken is None else Table(blocks=taken)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvstore.client import default_socket
+from kvstore.intent import MODES
 from kvstore.types import Reuse
 
-__all__ = ["CONFIG_LINE", "Options", "reuse_of"]
+__all__ = ["CONFIG_LINE", "Options", "Wish"]
 
 CONFIG_LINE = (
     '--kv-transfer-config \'{"kv_connector":"KVStoreConnector",'
@@ -89,19 +90,37 @@ class Options:
                 )
 
 
-def reuse_of(params: object, default: str) -> Reuse | None:
-    """How far one request's blocks may be shared.
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one request says of itself.
 
-    Args:
-        params: the request's `kv_transfer_params`; {"kvstore": {"reuse": "none"}} keeps it out of the store.
-        default: what the engine was started with.
-
-    Returns:
-        None when the request asks for something that does not exist: then it is kept out, too.
+    Attributes:
+        reuse: how far its blocks may be shared; NONE keeps it out of the store.
+        plan: as the daemon's `plan.mode`, for this request alone; "" = what the daemon's says.
+        reason: why it is kept out, when it asked for something that does not exist; "" otherwise.
     """
-    ours = params.get("kvstore") if isinstance(params, Mapping) else None
-    wanted = ours.get("reuse", default) if isinstance(ours, Mapping) else default
-    return Reuse(wanted) if wanted in list(Reuse) else None
+
+    reuse: Reuse
+    plan: str = ""
+    reason: str = ""
+
+    @staticmethod
+    def of(params: object, default: str) -> Wish:
+        """Read it.
+
+        Args:
+            params: the request's `kv_transfer_params`: {"kvstore": {"reuse": "none", "plan": "recompute"}}.
+            default: reuse of a request that says nothing.
+        """
+        ours = params.get("kvstore") if isinstance(params, Mapping) else None
+        if not isinstance(ours, Mapping):
+            return Wish(Reuse(default))
+        reuse, plan = ours.get("reuse", default), ours.get("plan", "")
+        if reuse not in list(Reuse):
+            return Wish(Reuse.NONE, reason=f"kv_transfer_params.kvstore.reuse: need {_reuses()}")
+        if plan not in ("", *MODES):
+            return Wish(Reuse.NONE, reason=f"kv_transfer_params.kvstore.plan: need {', '.join(MODES)}")
+        return Wish(Reuse(reuse), plan)
 
 
 def _reuses() -> str:

@@ -26,7 +26,7 @@ from kvstore.types import Reuse, Tier
 from .courier import Courier, is_plain
 from .messages import LoadOrder, StepOrders, StepReport
 from .metrics import Tally
-from .options import Options, reuse_of
+from .options import Options, Wish
 from .saves import Saves
 from .steps import Steps
 from .tracked import Answer, Tracked, by_tier, first_of
@@ -106,11 +106,10 @@ class Scheduler:
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            reuse = reuse_of(request.kv_transfer_params, self._options.reuse)
-            reason = "" if reuse is not None else "kv_transfer_params.kvstore.reuse: need none, own or group"
+            wish = Wish.of(request.kv_transfer_params, self._options.reuse)
             if request.resumable:
-                reuse, reason = Reuse.NONE, "its prompt may still change"
-            tracked = Tracked(request, reuse or Reuse.NONE, reason=reason)
+                wish = Wish(Reuse.NONE, reason="its prompt may still change")
+            tracked = Tracked(request, wish.reuse, wish.plan, reason=wish.reason)
             self._tracked[request.request_id] = tracked
         return tracked
 
@@ -148,6 +147,7 @@ class Scheduler:
             decodes=decodes,
             decode_context=context,
             chunk_tokens=self.chunk_tokens,
+            mode=tracked.mode,
         )
 
     def _take(self, tracked: Tracked, answer: Answer) -> None:

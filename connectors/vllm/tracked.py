@@ -92,6 +92,7 @@ class Tracked:
     Attributes:
         request: vLLM's.
         reuse: how far its blocks may be shared; NONE: neither looked up nor saved.
+        mode: of its plan: see `Wish.plan`.
         binding: what it carries beside tokens; None where that is nothing.
         keys: of its full blocks.
         asked: a lookup under way, or its answer while it has not been used.
@@ -118,6 +119,7 @@ class Tracked:
 
     request: Any
     reuse: Reuse
+    mode: str = ""
     binding: Future[Bound] | None = None
     keys: Keys | None = None
     asked: Asked | None = None

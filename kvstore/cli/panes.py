@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.cli.price_pane import prices
 from kvstore.cli.units import (
     count_text,
     duration_text,
@@ -52,6 +53,8 @@ def pane(report: Report, place: str) -> RenderableType:
         parts += [Text(""), Text(f"trust group {name}", style="bold")]
         parts += [_tiers(group), _engines(group), _holders(group)]
         parts += [_disk(group["nvme"])] if group.get("nvme") else []
+        known = prices(group.get("pricing"))
+        parts += [known] if known is not None else []
         parts.append(_rates(group))
     return Group(*parts)
 

@@ -283,6 +283,8 @@ def _settings(config: Config, socket: Path, disk: Path | None) -> dict[str, obje
         "host.capacity_bytes": _HOST_BYTES,
         "host.slab_bytes": _SLAB_BYTES,
         "host.huge_pages": str(config.host.huge_pages).lower(),
+        "host.limit_bytes_per_s": config.host.limit_bytes_per_s,
+        "host.added_latency_s": config.host.added_latency_s,
         "grpc.listen": "",
         "plan.mode": "load",
     }

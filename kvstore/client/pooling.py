@@ -61,7 +61,7 @@ def _table(core: Core, attachment: Attachment, lease: int, grant: Grant | None, 
     memory = core.setup.memory
     if memory is not None and added.size and int(added.max()) >= memory.blocks:
         raise core.broken(attachment.link, f"Acquired: block {added.max()} of a pool of {memory.blocks}")
-    slots = core.slots_of(attachment, got.runs, stop - start)
+    slots = core.slots_of(attachment, got.runs, stop - start if got.runs else 0)
     if grant is None:
         if got.lease <= 0:
             raise core.broken(attachment.link, "Acquired: a table without a lease")

@@ -124,7 +124,8 @@ def _hit(core: Core, attachment: Attachment, chain: KeyChain, found: Found, aske
         spans.append(Span(Tier(tier), span_start, span_stop))
     below = [span.start for span in spans if span.tier not in _HERE and start < span.stop > span.start < stop]
     ready = max(start, min(below, default=stop))
-    slots = core.slots_of(attachment, found.runs, ready - start)
+    # None at all: HOST is limited, and lets them out as they are fetched.
+    slots = core.slots_of(attachment, found.runs, ready - start if found.runs else 0)
     if found.choice not in _CHOICES or not all(0.0 <= seconds < math.inf for seconds in found.lag):
         raise core.broken(attachment.link, f"Found.choice {found.choice!r:.20} or Found.lag {found.lag}")
     plan = FetchPlan(

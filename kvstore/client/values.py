@@ -311,7 +311,8 @@ class Table:
         added: (k,) device blocks that this call added, in order.
         device: leading blocks of the whole table that hold valid bytes.
         load_start, load_stop: blocks of the table to load.
-        slots: (load_stop - load_start,) arena slots to load them from.
+        slots: (load_stop - load_start,) arena slots to load them from; none where they have to be fetched
+            first: HOST is limited.
         generation: attach (`Client.generation`) that the lease belongs to; after another one it is gone.
     """
 

@@ -89,6 +89,9 @@ class HostConfig(Table, frozen=True):
         huge_pages: ask for 2 MiB pages.
         lock: mlock the arena.
         threads: threads that prefault it at start (0 = all cores).
+        limit_bytes_per_s: for experiments: of one trust group no more than this is let out of the arena;
+            1 = a stall, 0 = no limit.
+        added_latency_s: for experiments: what is in the arena, or came into it, is let out so much later.
     """
 
     capacity_bytes: int = 1 << 30
@@ -96,6 +99,8 @@ class HostConfig(Table, frozen=True):
     huge_pages: bool = True
     lock: bool = False
     threads: int = 0
+    limit_bytes_per_s: int = 0
+    added_latency_s: float = 0.0
 
 
 class IndexConfig(Table, frozen=True):
@@ -299,6 +304,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "host.capacity_bytes": (2 << 20, 1 << 44),  # slot ids are 32-bit page numbers: 16 TiB
     "host.slab_bytes": (2 << 20, 1 << 30),  # no slab may cross a 1 GiB registration border
     "host.threads": (0, 256),  # native/src/arena.cc: kThreadsMax
+    "host.limit_bytes_per_s": (0, 1 << 40),
+    "host.added_latency_s": (0, 60),
     "index.nodes_max": (16, 1 << 31),
     "events.log_max": (1, 10_000_000),
     "grpc.message_bytes_max": (64 << 10, 1 << 30),  # 64 KiB: a chain of some thousand tokens

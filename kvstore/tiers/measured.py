@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from kvstore.policy.rates import Transfer
 
-__all__ = ["Measured"]
+__all__ = ["SECONDS_MAX", "Measured"]
 
-_SECONDS_MAX = 1e6  # what a Transfer takes
+SECONDS_MAX = 1e6  # what a Transfer takes
 
 
 @dataclass(slots=True)
@@ -89,5 +89,5 @@ class Measured:
         # With others ahead the disk's pace is what it brought for all of them.
         total = size + self.ahead_bytes
         through = min(max(brought_bytes - self.brought_before_bytes, 1), total)
-        whole_s = min(seconds * total / through, _SECONDS_MAX)
+        whole_s = min(seconds * total / through, SECONDS_MAX)
         return Transfer(size, self.ahead_bytes, whole_s, given_up=True)

@@ -1,10 +1,13 @@
-"""Pacing: what the disk has read counts as arrived only when a slower disk would have had it there.
+"""Pacing: what a tier has counts as arrived only when a slower one would have had it there.
 
-For experiments (`nvme.limit_bytes_per_s`, `nvme.added_latency_s`). Reads are issued as ever; what they bring
-waits here, and takes up the window of its promotion: a slow disk holds its queue, too. Added latency runs
-from the moment at which the disk had it, then the bytes take turns between promotions, as the real reads do,
-through one bucket for the tier; those of one promotion in the order of its chain. Whoever gives a promotion
-up loses what waits here: it had not come yet.
+For experiments (`limit_bytes_per_s` and `added_latency_s` of [nvme] and of [host]). Added latency runs from
+the moment at which the tier had it, then the bytes take turns between their receivers, as real reads do,
+through one bucket for the tier; those of one receiver in the order of its chain. Whoever gives up loses what
+waits here: it had not come yet.
+
+    NVME    reads are issued as ever; what they bring waits here, and takes up the window of its promotion: a
+            slow disk holds its queue, too
+    HOST    fetches wait here for blocks that lie in the arena: kvstore/fetching.py
 """
 
 from __future__ import annotations

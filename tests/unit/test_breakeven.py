@@ -8,7 +8,8 @@ import pytest
 
 from bench import breakeven, breakeven_picture
 from bench.breakeven import MB, Cell, missed, verdict
-from bench.breakeven_stage import ARMS, Answer
+from bench.breakeven_daemon import Answer
+from bench.breakeven_stage import ARMS
 from bench.numbers_plan import breakeven_text
 
 AGAIN = "recompute again"
@@ -17,7 +18,7 @@ AGAIN = "recompute again"
 def cell(
     limit: int, tokens: int, ttft_s: dict[str, float], choice: str, again_s: float | None = None
 ) -> Cell:
-    made = Cell(limit, tokens, loaded=False)
+    made = Cell(limit, tokens, False, {})
     for arm, seconds in {**ttft_s, AGAIN: again_s or ttft_s["recompute"]}.items():
         chose = choice if arm == "planner" else ""
         # Medians: one answer is far off.
@@ -53,6 +54,15 @@ def test_cells_without_the_control_say_nothing_of_noise() -> None:
     del bare.answers[AGAIN]
     assert bare.aa is None and bare.json()["aa"] is None
     assert verdict([*GOOD, bare])["aa_p95"] == verdict(GOOD)["aa_p95"]
+
+
+def test_an_engine_that_cannot_split_is_not_asked_to() -> None:
+    two = cell(20 * MB, 512, seconds(1.0, 0.8, 0.1, 0.85), "load")
+    del two.answers["split"]
+    figures = verdict([two])
+    assert two.best_s == 0.8 and two.json()["split_over_best_pure"] is None
+    assert figures["arms"] == ["recompute", "load", "planner"]
+    assert figures["split_over_best_pure_median"] is None and missed(figures) == []
 
 
 def test_each_bar_can_be_missed() -> None:

@@ -122,6 +122,30 @@ def test_it_fits_a_narrow_terminal() -> None:
     assert "\x1b" not in text
 
 
+def test_what_is_known_of_the_cost_of_bytes_is_shown() -> None:
+    report = a_report()
+    group = report["groups"]["default"]
+    trusted = {"state": "trusted", "reason": "", "losses": 0, "probes": 3}
+    doubted = {**trusted, "state": "doubted", "reason": "a load took 3 s instead of 0.1 s"}
+    source = {"latency_s": 0.0012, "bytes_per_s": 3 << 30, "samples": 0, "trust": None}
+    group["pricing"]["sources"] = {
+        "HOST": source,
+        "NVME": {**source, "bytes_per_s": 5 << 20, "samples": 1234, "trust": doubted},
+        "PEER:b": {**source, "trust": trusted},
+    }
+    curve = {"model": "org/Some-1B", "steps": 9, "seconds": {"1000": 0.25, "8000": None}}
+    group["pricing"]["curves"] = {str(number): curve for number in range(6)}
+    text = shown(report, 200)
+    assert "HOST loads 3 GiB/s after 1.2 ms (a guess)\n" in text
+    assert "NVME loads 5 MiB/s after 1.2 ms (1,234 loads seen), not waited for: a load took 3 s" in text
+    assert "PEER:b loads 3 GiB/s after 1.2 ms (a guess)\n" in text
+    assert "Some-1B computes 1,000 tokens in 250 ms\n" in text
+    assert "and the speed of 2 more models" in text
+    assert max(len(line) for line in shown(report).splitlines()) <= 60
+    del group["pricing"]  # of an older daemon
+    assert "loads" not in shown(report)
+
+
 def test_a_report_of_many_engines_is_bounded_and_quick(driver: StoreDriver) -> None:
     for _ in range(ENGINES_LISTED_MAX + 5):
         driver.attach()

@@ -15,7 +15,7 @@ from client_memory import LIMITS, WAIT_S
 from kvstore import _native
 from kvstore.errors import NotFound
 from kvstore.rpc import messages as m
-from kvstore.types import Miss, Span, Tier
+from kvstore.types import Hit, Miss, Span, Tier
 
 OK, CORRUPT, DROPPED = _native.OK, _native.CORRUPT, _native.DROPPED
 
@@ -31,7 +31,18 @@ def test_a_hit_names_the_slots_of_its_part_on_host(daemon: ScriptedDaemon, make:
     assert hit.slots.tolist() == below.slots[:2].tolist()
 
 
-@pytest.mark.parametrize("named", [0, 1, 3, 6])
+def test_without_any_slots_all_is_to_be_fetched(daemon: ScriptedDaemon, make: Maker) -> None:
+    """HOST is limited."""
+    below = Below(daemon, make)
+    honest = below.found()
+    values = {name: getattr(honest, name) for name in honest.__struct_fields__}
+    daemon.handlers[m.Lookup] = lambda *_: m.Found(**{**values, "runs": b""})
+    hit = below.client.lookup(below.chain)
+    assert isinstance(hit, Hit)
+    assert (hit.plan.load_start, hit.ready, hit.plan.load_stop) == (0, 0, 6)
+
+
+@pytest.mark.parametrize("named", [1, 3, 6])
 def test_other_slots_than_those_on_host_are_malformed(
     daemon: ScriptedDaemon, make: Maker, named: int
 ) -> None:

@@ -300,7 +300,7 @@ ACQUIRED_LIES = {
     "a block outside the pool": acquired(4, 16),
     "a table cut short": acquired(4, table=b"\0\0\0"),
     "no lease": acquired(0, 3),
-    "load without slots": acquired(4, 3, load=(0, 1)),
+    "slots without a load": acquired(4, 3, runs=u32(1)),
     "load backwards": acquired(4, 3, load=(1, 0)),
     "negative device": acquired(4, 3, device=-1),
     "blocks without slots": acquired(0, demote=[m.Demote(7, u32(1, 2), u32(0), u64(1, 1))]),

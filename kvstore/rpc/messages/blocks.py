@@ -68,8 +68,8 @@ class Found(Message, tag="found", frozen=True):
         load: [start, stop) that the plan wants loaded.
         runs: slots of the leading part of `load` that is on HOST, packed (`_native.pack_slots`): of all
             blocks before the first that a span puts on a tier below HOST; those follow with Fetch. They stay
-            where they are until the lease ends. Empty in the answer to a Lookup after which an Extend is due:
-            known == blocks and gap_stop > known.
+            where they are until the lease ends. Empty where HOST is limited: all of them follow with Fetch;
+            and in the answer to a Lookup after which an Extend is due: known == blocks and gap_stop > known.
         spans: [tier, start, stop] each, ascending.
         reason: why the plan is what it is, one sentence.
         busy: nothing can be granted now, for this reason.

@@ -28,7 +28,7 @@ class Acquired(Message, tag="acquired", frozen=True):
         table: u32 device blocks that were added, in order; empty when busy or when `demote` comes first.
         device: leading blocks of the whole table that hold valid bytes already.
         load: [start, stop) of the table to fill from `runs`.
-        runs: their slots, packed (`_native.pack_slots`).
+        runs: their slots, packed (`_native.pack_slots`); empty where HOST is limited: they follow with Fetch.
         demote: copy these down first, publish, ask again.
         busy: no room, for this reason.
     """
