@@ -13,9 +13,10 @@ and turn about (A B C D, then backwards), and each time it is on NVME and nowher
     planner     what `kvstore` decides
 
 The tier's bandwidth is `nvme.limit_bytes_per_s`. A loaded engine decodes four other sequences meanwhile.
-What counts is the time to the first token; the median over turns of each way. In every second cell, so that
-each bandwidth, length and load has some, recompute runs a second time in every turn as if it were something
-else: that control (`aa_p95`) says how far the machine's noise goes, and above 0.05 the run calls itself void.
+What counts is the time to the first token; figures are medians over turns of its ratio within a turn. In
+every fourth cell, so that each bandwidth, length and load has one, recompute runs a second time in each turn
+as if it were something else: that control (`aa_p95`) says how far the machine's noise goes, and above 0.05
+the run calls itself void.
 
     planner_over_best              planner over the fastest of the others, cell by cell
     planner_over_recompute         what asking the store may cost
@@ -55,7 +56,7 @@ BARS = {
 }
 """At most; the first two plus `aa_p95`."""
 _WITHIN = 2.0
-_WARM = 3
+_WARM = 2
 _WARM_TOKENS = 256
 _CHECK_TOKENS = 64
 
@@ -115,23 +116,27 @@ class Cell:
         """By how much recompute is off from itself; None without the control."""
         if _AGAIN not in self.answers:
             return None
-        return abs(self.ttft_s(_AGAIN) / self.ttft_s("recompute") - 1.0)
+        return abs(self.over(_AGAIN, "recompute") - 1.0)
+
+    def over(self, arm: str, other: str) -> float:
+        """Median over the turns of one way over another."""
+        pairs = zip(self.answers[arm], self.answers[other], strict=True)
+        return statistics.median(one.ttft_s / than.ttft_s for one, than in pairs)
 
     @property
-    def best_s(self) -> float:
-        """Of the ways that do not decide."""
-        return min(self.ttft_s(arm) for arm in self.answers if arm not in (_DECIDES, _AGAIN))
+    def best(self) -> str:
+        """The fastest of the ways that do not decide."""
+        return min((arm for arm in self.answers if arm not in (_DECIDES, _AGAIN)), key=self.ttft_s)
 
     @property
-    def pure_s(self) -> float:
+    def pure(self) -> str:
         """The better of recompute and load."""
-        return min(self.ttft_s("recompute"), self.ttft_s("load"))
+        return min(("recompute", "load"), key=self.ttft_s)
 
     @property
     def near_even(self) -> bool:
         """Load and recompute are within a factor of two of each other."""
-        ratio = self.ttft_s("load") / self.ttft_s("recompute")
-        return 1 / _WITHIN <= ratio <= _WITHIN
+        return 1 / _WITHIN <= self.over("load", "recompute") <= _WITHIN
 
     @property
     def choices(self) -> Counter[str]:
@@ -139,9 +144,9 @@ class Cell:
         return Counter(answer.choice for answer in self.answers[_DECIDES])
 
     @property
-    def chose_split(self) -> list[float]:
-        """Seconds of the planner's requests that it split."""
-        return [answer.ttft_s for answer in self.answers[_DECIDES] if answer.choice == "split"]
+    def chose_split(self) -> bool:
+        """The planner did, mostly."""
+        return 2 * self.choices[_SPLITS] > len(self.answers[_DECIDES])
 
     def json(self) -> dict[str, Any]:
         """For the result."""
@@ -151,10 +156,10 @@ class Cell:
             "load": "loaded" if self.loaded else "idle",
             "ttft_s": {arm: _short(self.ttft_s(arm)) for arm in self.answers},
             "spread_s": {arm: [_short(value) for value in _quartiles(self, arm)] for arm in self.answers},
-            "planner_over_best": _short(self.ttft_s("planner") / self.best_s),
-            "planner_over_recompute": _short(self.ttft_s("planner") / self.ttft_s("recompute")),
-            "load_over_recompute": _short(self.ttft_s("load") / self.ttft_s("recompute")),
-            "split_over_best_pure": _short(self.ttft_s(_SPLITS) / self.pure_s)
+            "planner_over_best": _short(self.over("planner", self.best)),
+            "planner_over_recompute": _short(self.over("planner", "recompute")),
+            "load_over_recompute": _short(self.over("load", "recompute")),
+            "split_over_best_pure": _short(self.over(_SPLITS, self.pure))
             if _SPLITS in self.answers
             else None,
             "aa": None if self.aa is None else _short(self.aa),
@@ -175,8 +180,10 @@ def run(place: Place, grid: Grid, note: Any) -> list[Cell]:
                     place.ask("recompute", _WARM_TOKENS)
                 arms = (*place.arms, _AGAIN)
                 row = [Cell(limit, tokens, loaded, {arm: [] for arm in arms}) for tokens in grid.lengths]
-                for cell in row[(row_number + loaded) % 2 :: 2]:  # every second one has no control
-                    del cell.answers[_AGAIN]
+                # Of each limit one idle or loaded row has it in one length.
+                for column, cell in enumerate(row):
+                    if (row_number + loaded) % 2 or (row_number // 2 + column + loaded) % 2:
+                        del cell.answers[_AGAIN]
                 for turn in range(grid.turns):
                     for cell in row:
                         _turn(place, cell, backwards=turn % 2 == 1)
@@ -199,16 +206,10 @@ def long_answers(place: Place, length: int) -> bool:
 
 def verdict(cells: Sequence[Cell]) -> dict[str, Any]:
     """The figures that the bars are about."""
-    best = [cell.ttft_s("planner") / cell.best_s for cell in cells]
-    recompute = [cell.ttft_s("planner") / cell.ttft_s("recompute") for cell in cells]
-    always = [cell.ttft_s("load") / cell.ttft_s("recompute") for cell in cells]
-    split = [
-        statistics.median(cell.chose_split) / cell.pure_s
-        for cell in cells
-        if _SPLITS in cell.answers
-        and cell.near_even
-        and 2 * len(cell.chose_split) > len(cell.answers["planner"])
-    ]
+    best = [cell.over("planner", cell.best) for cell in cells]
+    recompute = [cell.over("planner", "recompute") for cell in cells]
+    always = [cell.over("load", "recompute") for cell in cells]
+    split = [cell.over("planner", cell.pure) for cell in cells if cell.near_even and cell.chose_split]
     aa = float(np.quantile([cell.aa for cell in cells if cell.aa is not None], 0.95))
     return {
         "arms": [arm for arm in cells[0].answers if arm != _AGAIN],

@@ -123,11 +123,11 @@ class Stage:
         """
         blocks = (len(prompt) - 1) // BLOCK_TOKENS
         self.tables.settle(_REQUEST_S)  # tables of ended requests wait for their saves
-        for _ in range(4):
-            self._fill_host()
+        for _ in range(5):
             spans = self._spans(prompt)
             if spans == {"NVME": blocks}:
                 return
+            self._fill_host()
         raise RuntimeError(f"the prompt of {len(prompt)} tokens should be on NVME alone, and is on {spans}")
 
     def _fill_host(self) -> None:

@@ -25,9 +25,8 @@ class EngineLimits:
         batch_max: requests that hold blocks at once.
         batched_tokens_max: tokens of one step, so also the largest chunk of a prompt; at least batch_max.
         queue_max: unfinished requests in all; `Engine.add` returns False beyond.
-        split_tokens_max: the largest chunk of a prompt whose tail is about to be met: after each the engine
-            sees how far that has come, so the two miss the best place to meet by half of it. While more than
-            twice as much lies between them a chunk has half of that.
+        split_tokens_min: the smallest chunk of a prompt whose tail is loading, unless less is left. A chunk
+            ends where computing is expected to meet the load; what still lies between them takes another one.
         load_s_max: a table not ready for so long is given up and its request computed without reuse.
         room_s_max: a request that finds no room for so long while nothing else runs ends with "no_room".
         yield_s_max: how long a preempted request's blocks may take to come back before another is preempted.
@@ -37,14 +36,14 @@ class EngineLimits:
     batch_max: int = 16
     batched_tokens_max: int = 512
     queue_max: int = 1_024
-    split_tokens_max: int = 128
+    split_tokens_min: int = 32
     load_s_max: float = 30.0
     room_s_max: float = 60.0
     yield_s_max: float = 0.1
     step_times_max: int = 4_096
 
     def __post_init__(self) -> None:
-        for field in ("batch_max", "batched_tokens_max", "queue_max", "split_tokens_max", "step_times_max"):
+        for field in ("batch_max", "batched_tokens_max", "queue_max", "split_tokens_min", "step_times_max"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; at least 1 is needed")
         for field in ("load_s_max", "room_s_max", "yield_s_max"):
@@ -201,8 +200,7 @@ class Scheduler:
         table = live.held()
         if not table.tail_tokens:
             return count
-        # Large steps while the tail is far away: each has its own costs.
-        most = max(self._limits.split_tokens_max, self._tables.tail_gap(table, live.computed) // 2)
+        most = max(self._limits.split_tokens_min, self._tables.head_left(table, live.computed))
         wanted = live.computed + min(count, most)
         return self._tables.claim(table, live.computed, wanted) - live.computed
 

@@ -5,17 +5,19 @@
     claim    before each chunk the engine claims its blocks; the load claims what it is about to copy
     join     they have met: what was loaded follows what was computed, and all of it is committed
 
-Where they meet is found, not planned: a load that is faster than predicted gets further down, one that is
-slower, fails or stalls leaves more to compute. Until then nothing behind the computed part has a key on the
-device, so nobody can match it. A block is written by one of the two only: kvstore/client/tails.py.
+Chunks of the head end where the two are expected to meet: as the plan predicts it, behind that by the pace of
+both so far. Where they do meet is found, not planned: a load that is faster than predicted gets further down,
+one that is slower, fails or stalls leaves more to compute. Until then nothing behind the computed part has a
+key on the device, so nobody can match it. A block is written by one of the two only: kvstore/client/tails.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvstore.types import Hit, Span, Tier
+from kvstore.types import Choice, Hit, Span, Tier
 
 if TYPE_CHECKING:
     from kvstore.client import Table, TailLoad
@@ -31,16 +33,37 @@ class Split:
         hit: what is loaded, at most.
         load: the load; it ends by itself where computing meets it.
         generation: attach that it belongs to.
+        planned: first block to load, by the plan: where the two meet, if it is a plan to split.
+        began_s: on the monotonic clock.
     """
 
     hit: Hit
     load: TailLoad
     generation: int
+    planned: int
+    began_s: float = field(default_factory=time.monotonic)
 
     @property
     def stop(self) -> int:
         """Behind the last block of the tail."""
         return self.hit.plan.load_stop
+
+    def head_left(self, computed: int, block_tokens: int, token_s: float) -> int:
+        """Tokens from `computed` on until computing meets the load, at the pace of both so far.
+
+        Args:
+            token_s: to compute one token; 0 = not known.
+        """
+        lowest = self.load.lowest
+        gap, left = max(0, lowest * block_tokens - computed), self.planned * block_tokens - computed
+        # What has been told of a load is late by what computing leaves it of the cores: the plan comes first.
+        if left > 0 and self.hit.plan.choice is Choice.SPLIT:
+            return min(left, gap)
+        loaded = (self.stop - lowest) * block_tokens
+        if not (loaded and token_s):
+            return gap // 2
+        load_s = (time.monotonic() - self.began_s) / loaded
+        return int(gap * load_s / (load_s + token_s))
 
 
 def part(hit: Hit, table: Table, start: int, stop: int) -> Hit:

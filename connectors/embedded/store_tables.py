@@ -145,7 +145,7 @@ class StoreTables:
         if split:
             hit = part(found, got, front, stop)
             load = self._client.load_tail(hit, got.added[front:stop])
-            handle.split = Split(hit, load, got.generation)
+            handle.split = Split(hit, load, got.generation, found.plan.load_start)
             table.tail_tokens = stop * self._block_tokens
 
     def _load_stop(self, choice: Choice, found: Hit, got: DaemonTable) -> int:
@@ -204,11 +204,11 @@ class StoreTables:
             return wanted
         return max(computed, min(wanted, split.load.claim(blocks_for(wanted, size)) * size))
 
-    def tail_gap(self, table: Table, computed: int) -> int:
+    def head_left(self, table: Table, computed: int) -> int:
         split = _handle(table).split
         if split is None or split.load.poll() is not None:
             return 1 << 31
-        return max(0, split.load.lowest * self._block_tokens - computed)
+        return split.head_left(computed, self._block_tokens, self._pace.seconds(1))
 
     def join(self, table: Table, computed: int) -> Joined | None:
         handle = _handle(table)

@@ -90,8 +90,8 @@ class Tables(Protocol):
         Less than wanted only while a tail is loading; `computed` = nothing: ask again at the next step.
         """
 
-    def tail_gap(self, table: Table, computed: int) -> int:
-        """Tokens between `computed` and what has been loaded of a tail; very many = nothing more comes."""
+    def head_left(self, table: Table, computed: int) -> int:
+        """Tokens from `computed` to where computing is expected to meet the tail; very many = to no tail."""
 
     def join(self, table: Table, computed: int) -> Joined | None:
         """Whether a tail was loaded that begins behind these tokens. It is part of the table from now on."""
@@ -162,7 +162,7 @@ class LocalTables:
     def claim(self, table: Table, computed: int, wanted: int) -> int:
         return wanted
 
-    def tail_gap(self, table: Table, computed: int) -> int:
+    def head_left(self, table: Table, computed: int) -> int:
         return 0
 
     def join(self, table: Table, computed: int) -> Joined | None:

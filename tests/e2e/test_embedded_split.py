@@ -24,7 +24,7 @@ LIMIT = str(32_000 * 100)
 SIZE = 600
 KNOWN = 592
 # One block at a time, and never more than a step ahead of what the disk has brought.
-SMALL = EngineLimits(split_tokens_max=16)
+SMALL = EngineLimits(split_tokens_min=16)
 
 
 def split(at: Place, **options: Any) -> TinyEngine:
@@ -123,7 +123,7 @@ def test_prompts_of_every_length(place: Places, tiny: TinyModel) -> None:
     sizes = [33, 34, 47, 48, 49, *range(400, 417)]
     prompts = [prompt(size, 100 + size) for size in sizes]
     at = cold(place, *prompts)
-    engine = split(at, engine_limits=EngineLimits(split_tokens_max=40))
+    engine = split(at, engine_limits=EngineLimits(split_tokens_min=40))
     total: dict[str, int] = {}
     for one in prompts:
         report = engine.ask(one, 16)
@@ -341,7 +341,7 @@ def test_any_mixture_gives_the_right_tokens(place: Places, tiny: TinyModel, seed
         for number in range(5)
     ]
     at = cold(place, *prompts, blocks=60, nvme__limit_bytes_per_s=str(32_000 * int(random.integers(20, 300))))
-    limits = EngineLimits(split_tokens_max=int(random.integers(1, 64)))
+    limits = EngineLimits(split_tokens_min=int(random.integers(1, 64)))
     engine = split(at, engine_limits=limits, blocks=75)
     wanted = [engine.request(prompts[int(random.integers(5))], 24) for _ in range(9)]
     waiting, reports = list(wanted), dict[str, Report]()

@@ -60,7 +60,7 @@ def test_an_engine_that_cannot_split_is_not_asked_to() -> None:
     two = cell(20 * MB, 512, seconds(1.0, 0.8, 0.1, 0.85), "load")
     del two.answers["split"]
     figures = verdict([two])
-    assert two.best_s == 0.8 and two.json()["split_over_best_pure"] is None
+    assert two.best == "load" and two.json()["split_over_best_pure"] is None
     assert figures["arms"] == ["recompute", "load", "planner"]
     assert figures["split_over_best_pure_median"] is None and missed(figures) == []
 
