@@ -56,7 +56,7 @@ BARS = {
 }
 """At most; the first two plus `aa_p95`."""
 _WITHIN = 2.0
-_WARM = 2
+_WARM = 1
 _WARM_TOKENS = 256
 _CHECK_TOKENS = 64
 
@@ -268,7 +268,7 @@ def main() -> int:
         else ""
     )
     name = "_".join(["breakeven", *["vllm"] * (options.engine == "vllm"), *["quick"] * options.quick])
-    status = finish(name, options, figures, [void])
+    status = finish("breakeven", options, figures, [void], keep_as=name)
     if options.save and not void:
         from bench.breakeven_picture import draw
 

@@ -10,6 +10,8 @@ from bench.machine import RESULTS
 
 __all__ = ["draw"]
 
+# Beyond so much of the colours from their middle black cannot be read.
+_DARK = 0.3
 _MARKS = {"recompute": "C", "load": "L", "split": "S"}
 
 
@@ -42,7 +44,8 @@ def draw(result: dict[str, Any], name: str) -> None:
         lower.set_title("planner / fastest way")
         figure.colorbar(image, ax=lower)
         for (y, x), text in np.ndenumerate(marks):
-            upper.text(x, y, f"{text}\n{ratio[y, x]:.2g}", ha="center", va="center")
+            ink = "white" if abs(norm(np.log2(ratio[y, x])) - 0.5) > _DARK else "black"
+            upper.text(x, y, f"{text}\n{ratio[y, x]:.2g}", ha="center", va="center", color=ink)
             lower.text(x, y, f"{regret[y, x]:.2f}", ha="center", va="center")
         for plot in (upper, lower):
             plot.set_xticks(range(len(limits)), [str(limit or "none") for limit in limits])

@@ -242,10 +242,18 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def finish(name: str, options: argparse.Namespace, figures: dict[str, Any], voids: Sequence[str]) -> int:
+def finish(
+    name: str,
+    options: argparse.Namespace,
+    figures: dict[str, Any],
+    voids: Sequence[str],
+    keep_as: str = "",
+) -> int:
     """Print the result as the last line, keep it if asked to.
 
     Args:
+        name: of the benchmark.
+        keep_as: of the result, where that is another one.
         figures: JSON-ready.
         voids: every `Measured.void`; one that is not empty voids the whole run.
 
@@ -257,6 +265,6 @@ def finish(name: str, options: argparse.Namespace, figures: dict[str, Any], void
     result = {**figures, "void": void, "command": command, "where": where()}
     if options.save and not void:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS / f"{keep_as or name}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     return 3 if void else 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.machine import RESULTS
 from bench.numbers_nvme import kill9_text, nvme_text
-from bench.numbers_plan import breakeven_text
+from bench.numbers_plan import breakeven_text, surprises_text
 
 __all__ = ["main", "rendered"]
 
@@ -189,6 +189,11 @@ def _breakeven() -> str:
     return f"{breakeven_text(result, name)} {_origin(result)}\n"
 
 
+def _surprises() -> str:
+    result: dict[str, Any] = json.loads((RESULTS / "surprises.json").read_text())
+    return f"{surprises_text(result)}{_origin(result)}\n"
+
+
 def _vllm_two() -> str:
     result: dict[str, Any] = json.loads((RESULTS / "vllm_two.json").read_text())
     lines = ["```console"]
@@ -247,6 +252,7 @@ _BLOCKS = {
     "nvme": _nvme,
     "kill9": _kill9,
     "breakeven": _breakeven,
+    "surprises": _surprises,
     "vllm": _vllm,
     "vllm_two": _vllm_two,
     "aiofiles": _aiofiles,

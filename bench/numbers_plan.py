@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["breakeven_text"]
+__all__ = ["breakeven_text", "surprises_text"]
 
 _HEADS = {"load": "always load"}
 
@@ -44,3 +44,26 @@ def breakeven_text(result: dict[str, Any], name: str) -> str:
         f"{'yes' if result['outputs_identical'] else 'NO'}."
     )
     return "\n".join(rows) + "\n" + " ".join(facts)
+
+
+def surprises_text(result: dict[str, Any]) -> str:
+    """What a surprise cost at most, how soon it was noticed, and what was told of the worst."""
+    rows = result["rows"]
+    worst = max(rows, key=lambda row: row["ttft_s"])
+    facts = [
+        f"{len(rows)} times the disk was slowed down in the middle of a load, to 5 MB/s or to a stall, half",
+        "of them with an engine that cannot split. The slowest of these requests took",
+        f"{result['surprise_over_recompute_max']:.2f} × recompute, the median",
+        f"{result['surprise_over_recompute_median']:.2f} ×. While the disk stayed slow, request",
+        f"{result['requests_until_doubted_max']} at the latest did not wait for it any more; once it was",
+        f"fast again, request {result['requests_until_loaded_max']} at the latest was loaded again.",
+        f"Recompute against itself is off by {result['aa_p95']:.1%} at p95.",
+    ]
+    told = [
+        f"What `kvstore explain` says of the slowest ({worst['limit']}):",
+        "",
+        "```",
+        worst["explained"],
+        "```",
+    ]
+    return " ".join(facts) + "\n\n" + "\n".join(told) + "\n\n"
