@@ -56,7 +56,6 @@ BARS = {
 }
 """At most; the first two plus `aa_p95`."""
 _WITHIN = 2.0
-_WARM = 1
 _WARM_TOKENS = 256
 _CHECK_TOKENS = 64
 
@@ -170,14 +169,13 @@ class Cell:
 
 def run(place: Place, grid: Grid, note: Any) -> list[Cell]:
     """All cells. Within one bandwidth and one load they take turns; a change of either is learnt first."""
-    cells = []
+    cells: list[Cell] = []
     for row_number, limit in enumerate(grid.limits):
         place.daemon.set_limit(limit)
         for loaded in (False, True):
             with place.busy(BUSY) if loaded else nullcontext():
-                for _ in range(_WARM):
-                    place.ask("load", _WARM_TOKENS)
-                    place.ask("recompute", _WARM_TOKENS)
+                for arm in ("load",) if cells else ("load", "recompute", "recompute"):
+                    place.ask(arm, _WARM_TOKENS)
                 arms = (*place.arms, _AGAIN)
                 row = [Cell(limit, tokens, loaded, {arm: [] for arm in arms}) for tokens in grid.lengths]
                 # Of each limit one idle or loaded row has it in one length.

@@ -48,7 +48,7 @@ class Place(Protocol):
     facts: Mapping[str, object]
     daemon: LimitedDaemon
 
-    def ask(self, arm: str, length: int, new_tokens: int = 2) -> Answer:
+    def ask(self, arm: str, length: int, new_tokens: int = 1) -> Answer:
         """One request for the prompt of that length, in one of the ways."""
 
     def busy(self, sequences: int) -> AbstractContextManager[None]:

@@ -162,7 +162,7 @@ class Stage:
 
     # ---- requests ----------------------------------------------------------------------------------------
 
-    def ask(self, arm: str, length: int, new_tokens: int = 2) -> Answer:
+    def ask(self, arm: str, length: int, new_tokens: int = 1) -> Answer:
         """One request for the prompt of that length, which only the disk has."""
         prompt = self.prompts[length]
         self.only_on_disk(prompt)

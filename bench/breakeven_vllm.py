@@ -102,7 +102,7 @@ class VllmStage:
 
     # ---- requests ----------------------------------------------------------------------------------------
 
-    def ask(self, arm: str, length: int, new_tokens: int = 2) -> Answer:
+    def ask(self, arm: str, length: int, new_tokens: int = 1) -> Answer:
         """One request for the prompt of that length, which only the disk has.
 
         Raises:
