@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "MonotonicClock"]
+__all__ = ["Clock", "MonotonicClock", "unix_time_s"]
 
 
 class Clock(Protocol):
@@ -21,3 +21,8 @@ class MonotonicClock:
 
     def now(self) -> float:
         return time.monotonic()
+
+
+def unix_time_s() -> float:
+    """The wall clock, for dates that people write and read: nothing is timed by it."""
+    return time.clock_gettime(time.CLOCK_REALTIME)

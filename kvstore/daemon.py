@@ -173,7 +173,7 @@ async def serve(
         if config.host.huge_pages:
             collapse_heap()
         daemon.listen(loop, on_stop)  # last of the doors: who waits for this socket finds the others open
-        await house.open(daemon.sessions)
+        await house.open(daemon.sessions, daemon.api.take_tokens if daemon.api is not None else None)
         # What start-up made lives as long as the daemon; a full collection that walks it takes 30 ms.
         gc.collect()
         gc.freeze()

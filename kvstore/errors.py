@@ -3,6 +3,7 @@
 KVStoreError
 ├── BadRequest            the caller sent something malformed or contradictory; nothing was changed
 │   └── ConfigError       a key of the configuration is unknown, missing or out of range
+├── Unauthenticated       nobody knows who the caller is: no token, an unknown one, one that has expired
 ├── Refused               the caller may not do this (identity, layout, tenant, version)
 │   └── LayoutRefused     the layout proof failed: this engine must run uncached
 ├── NotFound              an id (lease, token) that is not, or no longer, yours
@@ -27,6 +28,7 @@ __all__ = [
     "NotFound",
     "OutOfMemory",
     "Refused",
+    "Unauthenticated",
     "Unavailable",
     "from_status",
 ]
@@ -42,6 +44,10 @@ class BadRequest(KVStoreError):
 
 class ConfigError(BadRequest):
     """A configuration key is unknown, missing or out of range; the message starts with its path."""
+
+
+class Unauthenticated(KVStoreError):
+    """Who calls is not known."""
 
 
 class Refused(KVStoreError):
@@ -76,6 +82,7 @@ class OutOfMemory(KVStoreError):
 STATUS: dict[type[KVStoreError], str] = {
     BadRequest: "INVALID_ARGUMENT",
     ConfigError: "INVALID_ARGUMENT",
+    Unauthenticated: "UNAUTHENTICATED",
     Refused: "PERMISSION_DENIED",
     LayoutRefused: "FAILED_PRECONDITION",
     NotFound: "NOT_FOUND",
@@ -88,6 +95,7 @@ STATUS: dict[type[KVStoreError], str] = {
 
 _FROM_STATUS: dict[str, type[KVStoreError]] = {
     "INVALID_ARGUMENT": BadRequest,
+    "UNAUTHENTICATED": Unauthenticated,
     "PERMISSION_DENIED": Refused,
     "FAILED_PRECONDITION": LayoutRefused,
     "NOT_FOUND": NotFound,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
 from kvstore import learnt
+from kvstore.clock import unix_time_s
 from kvstore.config import Salts
+from kvstore.config.tokens import Tokens
 from kvstore.keep.keeping import Keeping
 from kvstore.learnt import StateDir
 from kvstore.logs import log_limit
@@ -59,21 +61,23 @@ class Housekeeping:
             self._state = StateDir(Path(path))
             await self._restore(self._state)
 
-    async def open(self, sessions: SessionServer) -> None:
+    async def open(
+        self, sessions: SessionServer, take_tokens: Callable[[Tokens], None] | None = None
+    ) -> None:
         """Start everything else.
 
         Args:
             sessions: the session server, listening.
+            take_tokens: of the gRPC server: told of new ones; None = there is no such server.
 
         Raises:
             ConfigError: `metrics.listen` cannot be used.
         """
         config, loop = self._store.config, asyncio.get_running_loop()
         keep = self._keeping.reconfigure if self._keeping is not None else None
-        reloader = Reloader(self._store, self._salts, sessions.reconfigure, keep)
+        reloader = Reloader(self._store, self._salts, sessions.reconfigure, keep, take_tokens)
         self._lag = LoopLag(loop)
-        # The only wall clock of the program: for people, no decision rests on it.
-        started_s = time.clock_gettime(time.CLOCK_REALTIME)
+        started_s = unix_time_s()
         sources = Sources(self._store, sessions.requests, self._lag, started_s, log_limit())
         self.metrics = MetricsServer(config.metrics, StoreCollector(sources), config.daemon.socket_mode)
         await self.metrics.open()

@@ -3,7 +3,7 @@
     at once            log level, limits and times of [daemon], speed limits of [host], write budget, stall
                        time and speed limits of [nvme], how loads are planned, new tenants of existing
                        groups (and their salts), tenants that may not attach any more, the reuse that a
-                       tenant may ask for
+                       tenant may ask for, tokens of gRPC callers
     after a restart    everything else: sockets, arenas, groups, salts and groups of tenants that exist
 
 Sessions that are attached keep the roots that they were given. A file with a mistake changes nothing.
@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from kvstore.config import Config, DaemonConfig, Salts, TenantConfig
+from kvstore.config.tokens import Tokens
 from kvstore.errors import ConfigError
 from kvstore.logs import set_level
 from kvstore.small_files import read_small
@@ -122,6 +123,7 @@ class Reloader:
         salts: that run now.
         tell: others who hold limits of [daemon].
         keep: told of what the next daemon has to know; None = nothing is kept.
+        take_tokens: told of what `grpc.tokens_file` holds now; None = nobody looks at tokens.
     """
 
     def __init__(
@@ -130,17 +132,20 @@ class Reloader:
         salts: Salts,
         tell: Callable[[DaemonConfig], None],
         keep: Callable[[Config, Salts], None] | None = None,
+        take_tokens: Callable[[Tokens], None] | None = None,
     ) -> None:
         self._store = store
         self._salts = salts
         self._tell = tell
         self._keep = keep
+        self._take_tokens = take_tokens
         self._origin = store.config.origin
 
     async def reload(self) -> None:
         """Never raises for what is in the files: a mistake is logged, and the old configuration goes on."""
         try:
             changed, salts = await self._read()
+            tokens = await self._tokens()
         except ConfigError as error:
             log.error("configuration not reloaded; the old one goes on", reason=str(error))
             return
@@ -155,6 +160,8 @@ class Reloader:
         self._tell(config.daemon)
         if self._keep is not None:
             self._keep(config, salts)
+        if self._take_tokens is not None and tokens is not None:
+            self._take_tokens(tokens)
         set_level(config.daemon.log_level)
         for key in changed.restart:
             log.warning("configuration key not applied", key=key, fix="restart to apply")
@@ -168,6 +175,13 @@ class Reloader:
         new = Config.load(origin.file, origin.environ, origin.flags, text)
         changed = change(self._store.config, new)
         return changed, await self._merged_salts(changed)
+
+    async def _tokens(self) -> Tokens | None:
+        name = self._store.config.grpc.tokens_file
+        if not name or self._take_tokens is None:
+            return None
+        path = Path(name)
+        return Tokens.load(path, await _text(path, "grpc.tokens_file: "))
 
     async def _merged_salts(self, changed: Change) -> Salts:
         """Salts of those who have some stay; newcomers get theirs from the file, or minted into it."""

@@ -36,6 +36,7 @@ COMMANDS = (
     "check",
     "flush",
     "demo",
+    "token",
     "config",
     "version",
     "completion",

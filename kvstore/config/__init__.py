@@ -173,6 +173,7 @@ def _checked(config: Config) -> Config:
         raise ConfigError("daemon.log_level: need debug, info, warning or error")
     config.metrics.check()
     config.plan.check()
+    config.grpc.check()
     _check_tenants(config.tenants)
     config.nvme.check(config.groups())
     return config

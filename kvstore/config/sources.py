@@ -20,6 +20,15 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGN
 _SIZES = ("_bytes", "_bytes_max", "_bytes_per_day", "_bytes_per_s")
 # key → what it may hold beside sizes.
 _NO_SIZE: dict[str, tuple[object, ...]] = {"write_budget_bytes_per_day": (-1, "-1")}
+_PATHS = (
+    ("daemon", "secrets_file"),
+    ("daemon", "state_dir"),
+    ("grpc", "tls_certificate"),
+    ("grpc", "tls_key"),
+    ("grpc", "tls_clients"),
+    ("grpc", "tokens_file"),
+    ("nvme", "directory"),
+)
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     f"{letter}ib": 1 << (10 * (power + 1)) for power, letter in enumerate("kmgt")
 }
@@ -58,7 +67,7 @@ def read_file(file: Path, text: str | None = None) -> dict[str, Any]:
 
 def anchor_paths(merged: dict[str, Any], file: Path) -> None:
     """Relative paths in the file are relative to the file, wherever the daemon is started."""
-    for table, key in (("daemon", "secrets_file"), ("daemon", "state_dir"), ("nvme", "directory")):
+    for table, key in _PATHS:
         inner = merged.get(table)
         if isinstance(inner, dict) and isinstance(inner.get(key), str) and inner[key]:
             inner[key] = str(file.parent / inner[key])

@@ -167,7 +167,11 @@ class GrpcConfig(Table, frozen=True):
     Attributes:
         listen: addresses, separated by commas: unix:/path or host:port; "auto" = a socket beside
             daemon.socket (kvstore-grpc.sock beside kvstore.sock); empty = off.
-        insecure_tcp: allow host:port, which is plaintext and open to whoever reaches the port.
+        insecure_tcp: allow host:port in plaintext, or with TLS that lets anybody in.
+        tls_certificate, tls_key: PEM files: host:port speaks TLS. The key's must be this user's alone.
+        tls_clients: PEM file of authorities: callers of host:port need a certificate of one of these.
+        tokens_file: TOML of bearer tokens (`kvstore token`): callers of host:port need one.
+        tokens_on_unix: callers of Unix sockets need one, too.
         message_bytes_max: most bytes of one request message.
         blocks_max: most blocks of one chain.
         tokens_max: most token ids of one request.
@@ -184,6 +188,11 @@ class GrpcConfig(Table, frozen=True):
 
     listen: str = "auto"
     insecure_tcp: bool = False
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_clients: str = ""
+    tokens_file: str = ""
+    tokens_on_unix: bool = False
     message_bytes_max: int = 4 << 20
     blocks_max: int = 65_536
     tokens_max: int = 1 << 18  # reading 2¹⁸ varints off the wire holds the loop for some 3 ms
@@ -196,6 +205,17 @@ class GrpcConfig(Table, frozen=True):
     stall_s: float = 30.0
     stop_s: float = 2.0
     copy_threads: int = 1
+
+    def check(self) -> None:
+        """Raises ConfigError: names a key that is of no use without another."""
+        for key, value, needs, needed in (
+            ("tls_key", self.tls_key, "tls_certificate", self.tls_certificate),
+            ("tls_certificate", self.tls_certificate, "tls_key", self.tls_key),
+            ("tls_clients", self.tls_clients, "tls_certificate", self.tls_certificate),
+            ("tokens_on_unix", self.tokens_on_unix, "tokens_file", self.tokens_file),
+        ):
+            if value and not needed:
+                raise ConfigError(f"grpc.{key}: of no use without grpc.{needs}; set both")
 
 
 class NvmeConfig(Table, frozen=True):

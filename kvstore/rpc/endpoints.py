@@ -51,10 +51,18 @@ def _endpoint(config: Config, text: str) -> Endpoint:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"grpc.listen: {text!r:.120} is neither unix:/path nor host:port")
-    if not config.grpc.insecure_tcp:
+    limits = config.grpc
+    if not limits.insecure_tcp and not limits.tls_certificate:
         raise ConfigError(
             f"grpc.listen: {text} is plaintext TCP, where whoever reaches the port may act as any tenant of "
-            "this daemon; use unix:/path, or accept that with --set grpc.insecure_tcp=true"
+            "this daemon; use unix:/path, or TLS (grpc.tls_certificate, grpc.tls_key), or accept that with "
+            "--set grpc.insecure_tcp=true"
+        )
+    if not limits.insecure_tcp and not limits.tls_clients and not limits.tokens_file:
+        raise ConfigError(
+            f"grpc.listen: {text} is encrypted, but whoever reaches the port may act as any tenant of this "
+            "daemon; set grpc.tokens_file or grpc.tls_clients, or accept that with "
+            "--set grpc.insecure_tcp=true"
         )
     return Endpoint(text, None)
 

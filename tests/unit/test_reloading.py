@@ -10,7 +10,17 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvstore.config import Config, DaemonConfig, HostConfig, MetricsConfig, NvmeConfig, Salts, TenantConfig
+from kvstore.config import (
+    Config,
+    DaemonConfig,
+    GrpcConfig,
+    HostConfig,
+    MetricsConfig,
+    NvmeConfig,
+    Salts,
+    TenantConfig,
+)
+from kvstore.config.tokens import Tokens, digest_of
 from kvstore.errors import Refused
 from kvstore.reloading import LIVE_KEYS, Reloader, change
 from kvstore.testing import StoreDriver
@@ -147,6 +157,26 @@ async def test_a_new_tenant_attaches_and_old_sessions_go_on(files: Files) -> Non
         assert session.lookup(chain).blocks == 10
         assert driver.group("red").leases.per_session_max == 1
         driver.store.check()
+
+
+async def test_tokens_are_read_again_and_a_mistake_in_them_changes_nothing(files: Files) -> None:
+    path = files.config.with_name("tokens.toml")
+    path.touch(mode=0o600)
+    one = f'[[tokens]]\nname = "a"\nsha256 = "{digest_of("a")}"\ntenants = ["alice"]\nverbs = ["read"]\n'
+    path.write_text(one)
+    read = files.write({"alice": SALT["alice"]})
+    config = msgspec.structs.replace(read, grpc=GrpcConfig(tokens_file=str(path)))
+    msgspec.structs.force_setattr(config, "_origin", read.origin)
+    salts = Salts.load(config)
+    with StoreDriver(config, salts) as driver:
+        told: list[Tokens] = []
+        reloader = Reloader(driver.store, salts, lambda _: None, None, told.append)
+        await reloader.reload()
+        assert [tokens.find("a") is not None for tokens in told] == [True]
+        path.write_text(one.replace('"read"', '"fly"'))
+        with capture_logs() as lines:
+            await reloader.reload()
+        assert len(told) == 1 and "verbs" in lines[-1]["reason"]
 
 
 async def test_a_salt_that_changed_waits_for_a_restart_and_is_not_told(files: Files) -> None:

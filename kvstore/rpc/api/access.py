@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvstore.errors import BadRequest, Refused
+from kvstore.clock import unix_time_s
+from kvstore.config.tokens import Token, Tokens
+from kvstore.errors import BadRequest, Refused, Unauthenticated
 
-__all__ = ["Access", "OpenAccess", "Peer", "Verb", "peer_of"]
+__all__ = ["Access", "OpenAccess", "Peer", "TokenAccess", "Verb", "peer_of"]
+
+_SCHEME = "bearer "
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Verb(enum.StrEnum):
 class Access(Protocol):
     """Decides about one call."""
 
-    def check(self, peer: Peer, verb: Verb, tenant: str) -> None:
+    def check(self, peer: Peer, verb: Verb, tenant: str) -> str:
         """Return if the caller may.
 
         Args:
@@ -52,7 +56,11 @@ class Access(Protocol):
             verb: what it wants to do.
             tenant: in whose name, "" for what concerns the whole daemon.
 
+        Returns:
+            The caller's name, for the log; "" = the door tells no more than that it let it in.
+
         Raises:
+            Unauthenticated: nobody knows who it is.
             Refused: it may not.
             BadRequest: a tenant is needed.
         """
@@ -60,14 +68,69 @@ class Access(Protocol):
 
 
 class OpenAccess:
-    """Whoever reaches the endpoint may act as any configured tenant: the socket's mode is the door.
+    """Whoever reaches the endpoint may act as any configured tenant: the door itself lets in.
 
-    When not to use it: on a port that others reach. TCP is refused unless `grpc.insecure_tcp` says so, and
-    even then administers nothing.
+    That is a socket's mode, or a certificate (grpc.tls_clients). When not to use it: on a port that others
+    reach. Plaintext TCP is refused unless `grpc.insecure_tcp` says so; over TCP it administers nothing.
     """
 
-    def check(self, peer: Peer, verb: Verb, tenant: str) -> None:
+    def check(self, peer: Peer, verb: Verb, tenant: str) -> str:
         if verb is Verb.ADMIN and not peer.local:
-            raise Refused("admin: only over a Unix socket; a plaintext port does not say who asks")
-        if verb is not Verb.ADMIN and not tenant:
-            raise BadRequest("tenant: name one of this daemon's tenants")
+            raise Refused("admin: only over a Unix socket, or with a token (grpc.tokens_file)")
+        _need_tenant(verb, tenant)
+        return ""
+
+
+# What a word in the file of tokens allows.
+_ALLOWS = {
+    "read": frozenset({Verb.READ, Verb.OBSERVE, Verb.SUBSCRIBE}),
+    "write": frozenset({Verb.SAVE}),
+    "admin": frozenset({Verb.ADMIN}),
+}
+
+
+class TokenAccess:
+    """Callers show a bearer token; those of a Unix socket may do without, because its mode let them in.
+
+    Args:
+        tokens: that are known; `tokens` may be replaced at any time.
+        unix_needs: no: they have to show one, too.
+        unix_time: for what expires.
+    """
+
+    def __init__(
+        self, tokens: Tokens, *, unix_needs: bool = False, unix_time: Callable[[], float] = unix_time_s
+    ) -> None:
+        self.tokens = tokens
+        self._unix_needs = unix_needs
+        self._unix_time = unix_time
+        self._open = OpenAccess()
+
+    def check(self, peer: Peer, verb: Verb, tenant: str) -> str:
+        shown = [value for key, value in peer.metadata if key == "authorization"]
+        if not shown and peer.local and not self._unix_needs:
+            return self._open.check(peer, verb, tenant)
+        token = self._found(shown)
+        if not any(verb in _ALLOWS[word] for word in token.verbs):
+            raise Refused(f"authorization: the token of {token.name} does not allow to {verb}")
+        _need_tenant(verb, tenant)
+        if not token.opens(tenant):
+            whose = f"tenant {tenant!r:.80}" if tenant else "the whole daemon"
+            raise Refused(f"authorization: the token of {token.name} does not open {whose}")
+        return token.name
+
+    def _found(self, shown: Sequence[str | bytes]) -> Token:
+        text = shown[0] if len(shown) == 1 else ""
+        if not isinstance(text, str) or text[: len(_SCHEME)].lower() != _SCHEME:
+            raise Unauthenticated("authorization: send the metadata 'authorization: Bearer TOKEN', once")
+        token = self.tokens.find(text[len(_SCHEME) :].strip())
+        if token is None:
+            raise Unauthenticated("authorization: nobody knows this token")
+        if self._unix_time() >= token.expires_s:
+            raise Unauthenticated(f"authorization: the token of {token.name} has expired")
+        return token
+
+
+def _need_tenant(verb: Verb, tenant: str) -> None:
+    if verb is not Verb.ADMIN and not tenant:
+        raise BadRequest("tenant: name one of this daemon's tenants")

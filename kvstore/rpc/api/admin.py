@@ -6,11 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import structlog
+
 from kvstore import __version__
 from kvstore.checks import CheckReport, Checks
 from kvstore.disks import FlushReport, flush
 from kvstore.dropping import drop_namespace
-from kvstore.errors import BadRequest
+from kvstore.errors import BadRequest, KVStoreError
 from kvstore.rpc.api.access import Access, Verb, peer_of
 from kvstore.rpc.api.chains import namespace_of
 from kvstore.rpc.api.failures import answers
@@ -21,6 +23,8 @@ from kvstore.v1 import store_pb2 as pb
 from kvstore.v1.store_pb2_grpc import AdminServicer
 
 __all__ = ["AdminService"]
+
+log = structlog.get_logger()
 
 DIGEST_BYTES = 32
 
@@ -40,12 +44,21 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         self._service = service
         self._access = access
 
-    def _check(self, context: Any, tenant: str = "") -> None:
-        self._access.check(peer_of(context), Verb.ADMIN, tenant)
+    def _check(self, context: Any, what: str, tenant: str = "") -> None:
+        """Every attempt is in the log, with whoever made it; a status changes nothing, and is asked often."""
+        peer = peer_of(context)
+        facts = {"call": what, "tenant": tenant[:80] or "(all)", "peer": context.peer()}
+        try:
+            who = self._access.check(peer, Verb.ADMIN, tenant)
+        except KVStoreError as error:
+            log.warning("administration refused", **facts, reason=str(error))
+            raise
+        tell = log.debug if what == "Status" else log.info
+        tell("administration", **facts, who=who or "whoever may open the socket")
 
     @answers
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802  (names of the service)
-        self._check(context)
+        self._check(context, "Status")
         reply = pb.StatusResponse(epoch=self._store.epoch, version=__version__)
         reply.report.update(json.loads(json.dumps(status(self._store))))
         service = self._service
@@ -59,7 +72,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
 
     @answers
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:  # noqa: N802
-        self._check(context)
+        self._check(context, "Check")
         answered: asyncio.Future[CheckReport] = asyncio.get_running_loop().create_future()
 
         def answer(report: CheckReport) -> None:
@@ -74,7 +87,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushResponse:  # noqa: N802
         """HOST is memory: it has nothing to write and outlives nothing. NVME does both."""
-        self._check(context)
+        self._check(context, "Flush")
         answered: asyncio.Future[FlushReport] = asyncio.get_running_loop().create_future()
 
         def answer(report: FlushReport) -> None:
@@ -94,7 +107,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
 
     @answers
     async def DropNamespace(self, request: pb.DropNamespaceRequest, context: Any) -> pb.DropNamespaceResponse:  # noqa: N802
-        self._check(context, request.tenant)
+        self._check(context, "DropNamespace", request.tenant)
         if request.HasField("namespace") == bool(request.digest):
             raise BadRequest("digest: name the namespace by its digest or by its fields, one of the two")
         digest = request.digest or namespace_of(request.namespace).digest

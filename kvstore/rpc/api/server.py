@@ -13,11 +13,13 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.checks import Checks
+from kvstore.config.tokens import Tokens
 from kvstore.errors import ConfigError
-from kvstore.rpc.api.access import Access, OpenAccess
+from kvstore.rpc.api.access import Access, TokenAccess
 from kvstore.rpc.api.admin import AdminService
 from kvstore.rpc.api.admission import BytesCheck, StandardServices
 from kvstore.rpc.api.copies import Copies
+from kvstore.rpc.api.doors import access_of, credentials_of
 from kvstore.rpc.api.service import StoreService
 from kvstore.rpc.endpoints import Endpoint, endpoints
 from kvstore.rpc.request_log import RequestLog
@@ -39,7 +41,7 @@ class GrpcServer:
     """The public API of one store, on the running loop.
 
     Args:
-        access: who may do what.
+        access: who may do what; None = as the configuration says.
         requests: takes a line for each call; None = one of its own.
         checks: of the store, shared with whoever owns them; None = its own.
     """
@@ -55,7 +57,8 @@ class GrpcServer:
         self._store = store
         self._shared_checks = checks
         self._limits = store.config.grpc
-        self._access = access or OpenAccess()
+        self._access = access or access_of(store.config.grpc)
+        self._credentials = credentials_of(store.config.grpc)
         self._server: grpc.aio.Server | None = None
         self._copies: Copies | None = None
         self._checks: Checks | None = None
@@ -114,7 +117,7 @@ class GrpcServer:
             free_path(endpoint.path, "grpc.listen")
         previous = os.umask(0o777 & ~mode)
         try:
-            port = server.add_insecure_port(endpoint.address)
+            port = self._add(server, endpoint)
         except RuntimeError as error:
             raise ConfigError(f"grpc.listen: cannot bind {endpoint.address}: {error}") from None
         finally:
@@ -122,11 +125,27 @@ class GrpcServer:
         if endpoint.path is None:
             host = endpoint.address.rpartition(":")[0]
             self.addresses.append(f"{host}:{port}")
-            address = self.addresses[-1]
-            log.warning("plaintext TCP: whoever reaches it may act as any tenant", address=address)
+            self._warn(self.addresses[-1])
         else:
             self._inodes[endpoint.path] = endpoint.path.stat().st_ino
             self.addresses.append(endpoint.address)
+
+    def _add(self, server: grpc.aio.Server, endpoint: Endpoint) -> int:
+        if endpoint.path is None and self._credentials is not None:
+            return int(server.add_secure_port(endpoint.address, self._credentials))
+        return int(server.add_insecure_port(endpoint.address))
+
+    def _warn(self, address: str) -> None:
+        limits = self._limits
+        if not limits.tokens_file and not limits.tls_clients:
+            log.warning("TCP without a door: whoever reaches it may act as any tenant", address=address)
+        elif self._credentials is None:
+            log.warning("tokens over plaintext: whoever listens on the way has them", address=address)
+
+    def take_tokens(self, tokens: Tokens) -> None:
+        """From now on these are known; calls under way go on."""
+        if isinstance(self._access, TokenAccess):
+            self._access.tokens = tokens
 
     async def close(self) -> None:
         """Tell health watchers, let calls end within `grpc.stop_s`, then cancel them; unpin everything."""
