@@ -49,10 +49,10 @@ def breakeven_text(result: dict[str, Any], name: str) -> str:
 def surprises_text(result: dict[str, Any]) -> str:
     """What a surprise cost at most, how soon it was noticed, and what was told of the worst."""
     rows = result["rows"]
-    worst = max(rows, key=lambda row: row["ttft_s"])
+    worst = max(rows, key=lambda row: row["over_recompute"])
     facts = [
-        f"{len(rows)} times the disk was slowed down in the middle of a load, to 5 MB/s or to a stall, half",
-        "of them with an engine that cannot split. The slowest of these requests took",
+        f"{result['surprised']} times the disk was slowed down in the middle of a load, to 5 MB/s or to a",
+        "stall, half of them with an engine that cannot split. The slowest of these requests took",
         f"{result['surprise_over_recompute_max']:.2f} × recompute, the median",
         f"{result['surprise_over_recompute_median']:.2f} ×. While the disk stayed slow, request",
         f"{result['requests_until_doubted_max']} at the latest did not wait for it any more; once it was",

@@ -113,7 +113,7 @@ def _first_table(caller: Caller, lease: Lease, added: NDArray[np.uint32], hits: 
     on_host = group.host.leading(lease.nodes[hits:blocks]) + hits
     lease.device, lease.host = hits, on_host
     # A limited HOST lets nothing out at once: then they are fetched.
-    runs = b"" if group.fetches.limited else group.host.runs(lease.nodes[hits:on_host], caller.shape)
+    runs = b"" if group.fetches.pace.limited else group.host.runs(lease.nodes[hits:on_host], caller.shape)
     return Table(lease, added, hits, hits, on_host, runs)
 
 

@@ -78,10 +78,15 @@ class Fetching:
 
     def let(self, count: int) -> None:
         """So many of the blocks that came can be copied."""
+        assert count <= self.came, f"{count} blocks are let out, and {self.came} came"
         self.ready = self.start + count
+        self.lease.host = max(self.lease.host, self.ready)
         if self._first is not None:
             self.lease.brought = (self._first, max(self._first, self.ready))
-            self.lease.host = max(self.lease.host, self.ready)
+
+    def here(self, count: int) -> bool:
+        """Whether the next blocks, so that `count` are let out in all, are on HOST still."""
+        return bool(self._host.readable(self.lease.nodes[self.ready : self.start + count]).all())
 
     def cut(self, reason: str) -> None:
         """Nothing more will come."""
@@ -138,8 +143,12 @@ class TailFetching(Fetching):
         self.reason = promotion.reason
 
     def let(self, count: int) -> None:
+        assert count <= self.came, f"{count} blocks are let out, and {self.came} came"
         self.ready = max(self.start, self.stop - count)
         self.tail.start = self.ready
+
+    def here(self, count: int) -> bool:
+        return bool(self._host.readable(self.lease.nodes[max(0, self.stop - count) : self.ready]).all())
 
     def _lowest(self, reached: int) -> int:
         """The lowest block of the pieces that are whole with so many positions."""

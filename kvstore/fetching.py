@@ -21,50 +21,23 @@ on HOST is let out block by block (kvstore/tiers/pacing.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
 from kvstore._native import SlotFormat
 from kvstore.errors import BadRequest, NotFound
 from kvstore.fetches import Fetching, TailFetching
+from kvstore.host_pace import HostPace, OnProgress, Running
 from kvstore.leases import Lease, LeaseState
 from kvstore.policy.planned import Watch
-from kvstore.policy.rates import Transfer
-from kvstore.tiers.alarms import Alarm, Alarms
+from kvstore.tiers.alarms import Alarms
 from kvstore.tiers.host import HostTier
-from kvstore.tiers.measured import SECONDS_MAX, Measured
 from kvstore.tiers.noop import NoDisk
 from kvstore.tiers.nvme import NvmeTier
-from kvstore.tiers.pacing import Pacing
 from kvstore.tiers.promotion import Promotion
-from kvstore.tiers.promotions import PACE_S
 
 __all__ = ["Fetches", "Fetching", "TailFetching", "Watch"]
-
-OnProgress = Callable[["Fetching"], None]
-
-
-@dataclass(slots=True)
-class _Running:
-    """A fetch that waits: for the disk, or for HOST where that is limited."""
-
-    fetching: Fetching
-    on_progress: OnProgress
-    watch: Watch | None
-    began_s: float
-    measured: Measured
-    promotion: Promotion | None = None
-    alarm: Alarm | None = None
-    paced: int = 0
-    """Blocks that were handed to the pacing of HOST."""
-
-    @property
-    def promoting(self) -> Promotion | None:
-        """What the disk still brings for it."""
-        promotion = self.promotion
-        return None if promotion is None or promotion.over else promotion
 
 
 class Fetches:
@@ -78,11 +51,8 @@ class Fetches:
         self._host = host
         self._nvme = nvme
         self.alarms = alarms
-        self._running: dict[int, _Running] = {}
-        self._pacing = Pacing[_Running]()
-        self._pace: Alarm | None = None
-        self.on_transfer: Callable[[Transfer], None] = _nothing_learnt
-        """Called once for each fetch that had to wait for HOST alone."""
+        self._running: dict[int, Running] = {}
+        self.pace = HostPace(alarms, self._let_out)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -90,15 +60,11 @@ class Fetches:
     def __iter__(self) -> Iterator[Fetching]:
         return iter([running.fetching for running in self._running.values()])
 
-    @property
-    def limited(self) -> bool:
-        """Nothing of HOST is ready at once."""
-        return not self._pacing.idle
-
-    def set_limits(self, limit_bytes_per_s: float, added_latency_s: float) -> None:
-        """Make HOST slower than it is, from now on; zeros: no more. Holds for fetches under way, too."""
-        self._pacing.set_limits(limit_bytes_per_s, added_latency_s, self.alarms.clock.now())
-        self._set_pace()
+    def close(self) -> None:
+        """Nobody hears of anything any more."""
+        self.pace.close()
+        for running in tuple(self._running.values()):
+            self._forget(running)
 
     # ---- beginning ---------------------------------------------------------------------------------------
 
@@ -125,20 +91,22 @@ class Fetches:
         self._may_begin(lease, start, stop)
         fetching = Fetching(lease, start, stop, self._host, shape)
         first = start + fetching.came
-        if first < stop:
+        if first < stop or self.pace.limited:
             _check_not_abandoned(lease)
+        if first < stop:
             if not isinstance(self._nvme, NvmeTier):
                 raise NotFound(f"fetch: block {first} is not on HOST any more; compute from there on")
             if first == start > 0 and not self._continues(int(lease.nodes[start - 1])):
                 raise BadRequest(
                     f"fetch.start: block {start - 1} is neither on HOST nor on NVME; start earlier"
                 )
-        due_s = math.inf if watch is None else watch.due_s(0 if self.limited else fetching.came)
-        running = self._run(fetching, on_progress, watch)
+        due_s = math.inf if watch is None else watch.due_s(0 if self.pace.limited else fetching.came)
+        running = self._made(fetching, on_progress, watch)
         if fetching.over:
             _pass_through(lease)
             return fetching
-        self._starts(running)
+        if lease.state is not LeaseState.FETCHING:
+            lease.move(LeaseState.FETCHING)
         if first < stop:
             assert isinstance(self._nvme, NvmeTier)
             fetching.brings(first)
@@ -148,7 +116,7 @@ class Fetches:
                 on_progress(fetching)
 
             running.promotion = self._nvme.promote(lease.nodes[first:stop], shape, changed)
-            self._follow(running, running.promotion, first)
+        self._starts(running, first)
         if not fetching.over:
             self._look_at(running.began_s + due_s, running)
         return fetching
@@ -166,21 +134,19 @@ class Fetches:
         """
         self._may_begin(lease, start, stop)
         fetching = TailFetching(lease, start, stop, self._host, shape)
-        absent = stop - start - fetching.came
-        if absent:
+        absent, nvme = stop - start - fetching.came, self._nvme
+        if absent or self.pace.limited:
             _check_not_abandoned(lease)
         lease.tail = fetching.tail
-        nvme = self._nvme
         if absent and not isinstance(nvme, NvmeTier):
-            fetching.start, fetching.reason = (
-                stop - fetching.came,
-                f"block {start + absent - 1} is not on HOST any more",
-            )
-        running = self._run(fetching, on_progress, None)
+            fetching.start = stop - fetching.came
+            fetching.reason = f"block {fetching.start - 1} is not on HOST any more"
+        running = self._made(fetching, on_progress, None)
         if fetching.over:
             _pass_through(lease)
             return fetching
-        self._starts(running)
+        if lease.state is not LeaseState.FETCHING:
+            lease.move(LeaseState.FETCHING)
         if absent and isinstance(nvme, NvmeTier):
 
             def changed(promotion: Promotion) -> None:
@@ -190,24 +156,27 @@ class Fetches:
                     on_progress(fetching)
 
             running.promotion = nvme.promote(fetching.nodes(), shape, changed, fetching.pieces)
-            self._follow(running, running.promotion, start)
+        self._starts(running, start)
         return fetching
 
-    def _run(self, fetching: Fetching, on_progress: OnProgress, watch: Watch | None) -> _Running:
-        """What is on HOST is ready, as far as that is not limited."""
-        began_s = now_s = self.alarms.clock.now()
+    def _made(self, fetching: Fetching, on_progress: OnProgress, watch: Watch | None) -> Running:
+        """What is on HOST is ready at once where that is not limited."""
+        began_s = self.alarms.clock.now()
         if watch is not None:
             began_s = max(began_s, watch.from_s)
-        measured = Measured(now_s, fetching.shape.length, 0, 0)
-        running = _Running(fetching, on_progress, watch, began_s, measured)
-        self._let(running)
+        measured = self.pace.measure(fetching, self._running.values())
+        running = Running(fetching, on_progress, watch, began_s, measured)
+        if not self.pace.limited:
+            self._let(running)
         return running
 
-    def _starts(self, running: _Running) -> None:
-        lease = running.fetching.lease
-        if lease.state is not LeaseState.FETCHING:
-            lease.move(LeaseState.FETCHING)
-        self._running[lease.id] = running
+    def _starts(self, running: Running, first: int) -> None:
+        """From now on it is heard of; `first`: of the promotion."""
+        self._running[running.fetching.lease.id] = running
+        if running.promotion is not None:
+            self._follow(running, running.promotion, first)
+        elif self.pace.limited:
+            self._let(running)
 
     def _may_begin(self, lease: Lease, start: int, stop: int) -> None:
         most = max(lease.host, lease.disk)
@@ -224,64 +193,48 @@ class Fetches:
 
     # ---- progress ----------------------------------------------------------------------------------------
 
-    def _follow(self, running: _Running, promotion: Promotion, first: int) -> None:
+    def _follow(self, running: Running, promotion: Promotion, first: int) -> None:
         running.fetching.follow(first, promotion)
         running.fetching.lease.short = running.fetching.reason
         self._let(running)
         self._end_if_over(running)
 
-    def _let(self, running: _Running) -> None:
+    def _let(self, running: Running) -> None:
         """What has come can be copied, as soon as a limit of HOST allows."""
+        if self.pace.limited:
+            self.pace.hold(running)
+        else:
+            running.paced = running.fetching.came
+            running.fetching.let(running.fetching.came)
+
+    def _let_out(self, running: Running, count: int) -> None:
+        """A limit of HOST lets so many blocks of a fetch out in all."""
         fetching = running.fetching
-        if not self.limited:
-            fetching.let(fetching.came)
-        elif fetching.came > running.paced:
-            fresh = np.arange(running.paced, fetching.came, dtype=np.uint32)
-            self._pacing.put(running, fresh, fetching.shape.length, self.alarms.clock.now())
-            running.paced = fetching.came
-            self._set_pace()
+        if self._running.get(fetching.lease.id) is not running:
+            return  # ended by what another one was told just now
+        if not fetching.here(count):
+            self._cut(running, "a block that it waited for was dropped")
+            return
+        fetching.let(count)
+        self._end_if_over(running)
+        running.on_progress(fetching)
 
-    def _let_out(self) -> None:
-        """Blocks that a limit of HOST has held back until now."""
-        now_s = self.alarms.clock.now()
-        for running, positions in self._pacing.take(now_s):
-            fetching = running.fetching
-            if self._running.get(fetching.lease.id) is not running:
-                continue  # ended by what the one before has told
-            fetching.let(fetching.arrived + len(positions))
-            running.measured.came(len(positions), now_s)
-            self._end_if_over(running)
-            running.on_progress(fetching)
-        self._set_pace()
-
-    def _set_pace(self) -> None:
-        """Be woken when the next block may be let out; not for each that comes within a millisecond."""
-        next_s = self._pacing.next_s()
-        if next_s is not None:
-            if self._pace is not None:
-                self._pace.cancel()
-            self._pace = self.alarms.set(max(next_s, self.alarms.clock.now() + PACE_S), self._let_out)
-
-    def _end_if_over(self, running: _Running) -> None:
+    def _end_if_over(self, running: Running) -> None:
         fetching, promotion = running.fetching, running.promotion
         lease = fetching.lease
         if not fetching.over:
             return
+        abandoned = promotion is not None and promotion.abandoned
         self._forget(running)
-        if promotion is None and running.measured.blocks and not running.measured.over:
-            size = running.measured.blocks * fetching.shape.length
-            learnt = running.measured.ended(size, whole=not fetching.reason)
-            if learnt is not None:
-                self.on_transfer(learnt)
         if lease.state is LeaseState.FETCHING:
-            abandoned = promotion is not None and promotion.abandoned
             lease.move(LeaseState.ABANDONED if abandoned else LeaseState.DONE)
 
-    def _forget(self, running: _Running) -> None:
+    def _forget(self, running: Running) -> None:
         self._running.pop(running.fetching.lease.id, None)
-        self._pacing.drop(running)
+        self.pace.drop(running)
         if running.alarm is not None:
             running.alarm.cancel()
+        running.promotion = None  # it knows who follows it: no cycle keeps an arena mapped
 
     # ---- ending early ------------------------------------------------------------------------------------
 
@@ -296,8 +249,7 @@ class Fetches:
         running = self._running.get(lease.id)
         if running is not None and isinstance(running.fetching, TailFetching):
             fetching = running.fetching
-            wanted = fetching.enough(start)
-            promotion = running.promoting
+            wanted, promotion = fetching.enough(start), running.promoting
             if promotion is not None:
                 assert isinstance(self._nvme, NvmeTier)
                 if fetching.over:
@@ -310,14 +262,15 @@ class Fetches:
                 running.on_progress(fetching)
         lease.tail.used_from(start)
 
-    def _look_at(self, due_s: float, running: _Running) -> None:
+    def _look_at(self, due_s: float, running: Running) -> None:
         if due_s < math.inf:
             running.alarm = self.alarms.set(due_s, lambda: self._look(running))
 
-    def _look(self, running: _Running) -> None:
+    def _look(self, running: Running) -> None:
         """The lag rule fires, unless more has arrived since this moment was computed."""
         if isinstance(self._nvme, NvmeTier):
             self._nvme.pump()  # what has come and was not told yet counts
+        self.pace.let_out()
         fetching, watch = running.fetching, running.watch
         if fetching.over or watch is None:
             return
@@ -332,36 +285,40 @@ class Fetches:
             f"{now_s - running.began_s:.3g} s; to load all was predicted to take {watch.rule.load_s:.3g} s, "
             f"to compute them {watch.rule.recompute_s:.3g} s"
         )
-        promotion = running.promoting
-        if promotion is not None:
+        if running.held:  # by HOST: the disk has done its part
+            self.pace.lagged(running)
+            self._cut(running, reason)
+        elif (promotion := running.promoting) is not None:
             assert isinstance(self._nvme, NvmeTier)
             self._nvme.abandon(promotion, reason)
-        if not fetching.over:  # HOST holds it back
-            self._cut(running, reason)
 
-    def _cut(self, running: _Running, reason: str) -> None:
+    def _cut(self, running: Running, reason: str) -> None:
         """Whoever waits goes on with what was let out of HOST."""
         fetching, lease = running.fetching, running.fetching.lease
-        if running.promotion is None:
-            blocks, now_s = fetching.stop - fetching.start, self.alarms.clock.now()
-            learnt = running.measured.gave_up(blocks, 0, now_s)
-            if learnt is None:  # not even one: so long at least for each
-                seconds = min(blocks * (now_s - running.measured.began_s), SECONDS_MAX)
-                learnt = Transfer(blocks * fetching.shape.length, 0, seconds, given_up=True)
-            self.on_transfer(learnt)
+        if (promotion := running.promoting) is not None:
+            assert isinstance(self._nvme, NvmeTier)
+            self._nvme.give_up(promotion, reason)
         fetching.cut(reason)
         lease.short = reason
-        lease.host = min(lease.host, fetching.ready)  # the rest is no hit
+        self._not_hit(running)
         self._end_if_over(running)
         running.on_progress(fetching)
+
+    def _not_hit(self, running: Running) -> None:
+        """What HOST holds back of a fetch that ends is not loaded."""
+        fetching = running.fetching
+        if not isinstance(fetching, TailFetching):
+            fetching.lease.host = min(fetching.lease.host, fetching.ready)
 
     def end(self, lease: Lease) -> None:
         """Its lease ends, released or revoked: whoever waits for the rest hears that it will not come."""
         running = self._running.get(lease.id)
         if running is None:
             return
-        self._forget(running)
+        if running.held:
+            self._not_hit(running)
         reason, promotion = "its lease has ended", running.promoting
+        self._forget(running)
         if promotion is not None:
             assert isinstance(self._nvme, NvmeTier)
             self._nvme.give_up(promotion, reason)
@@ -382,7 +339,3 @@ def _pass_through(lease: Lease) -> None:
         lease.move(LeaseState.FETCHING)
     if lease.state is LeaseState.FETCHING:
         lease.move(LeaseState.DONE)
-
-
-def _nothing_learnt(_: Transfer) -> None:
-    """Nobody wants to know."""

@@ -70,8 +70,8 @@ class Group:
         self.nvme: NvmeTier | NoDisk = _nvme(memory, self.host, config, clock)
         alarms = self.nvme.alarms if isinstance(self.nvme, NvmeTier) else Alarms(clock)
         self.fetches = Fetches(self.host, self.nvme, alarms)
-        self.fetches.set_limits(config.host.limit_bytes_per_s, config.host.added_latency_s)
-        self.fetches.on_transfer = partial(self.pricing.observe_transfer, Source(Tier.HOST))
+        self.fetches.pace.set_limits(config.host.limit_bytes_per_s, config.host.added_latency_s)
+        self.fetches.pace.on_transfer = partial(self.pricing.observe_transfer, Source(Tier.HOST))
         self.leases = Leases(memory.index, config.daemon.leases_max)
         self.decisions = Decisions()
         self.probing: Probing | None = None
@@ -102,7 +102,7 @@ class Group:
         """Limits of a reloaded configuration hold from now on."""
         self.config = config
         self.leases.per_session_max = config.daemon.leases_max
-        self.fetches.set_limits(config.host.limit_bytes_per_s, config.host.added_latency_s)
+        self.fetches.pace.set_limits(config.host.limit_bytes_per_s, config.host.added_latency_s)
         if isinstance(self.nvme, NvmeTier):
             self.nvme.reconfigure(config.nvme)
         self.meters.expect([tenant.name for tenant in config.tenants if tenant.group == self.name])
@@ -342,6 +342,7 @@ class Group:
     def close(self) -> None:
         """End the disk in order, if there is one; drop the arena."""
         self.nvme.close(DISK_CLOSE_S)
+        self.fetches.close()
         self.arena.close()
 
     def check(self) -> None:

@@ -181,7 +181,7 @@ class Store:
         made = planning.plan(caller, lease.intent, lease.blocks_max, held, lease.id, lease.tenant)
         lease.planned, plan = made, made.fetch_plan()
         # Slots of what is on HOST; the rest of the load range is named by a fetch.
-        at_once = 0 if group.fetches.limited else lease.host
+        at_once = 0 if group.fetches.pace.limited else lease.host
         stop = max(plan.load_start, min(plan.load_stop, at_once))
         runs = group.host.runs(lease.nodes[plan.load_start : stop], caller.shape)
         if held.disk > held.above >= plan.load_stop and group.probing is not None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
+
 from .request import StepTime
 
 __all__ = ["Pace"]
 
-# Of what was known before a step with prefill: some ten steps count.
-_KEPT = 0.9
+# A median of so many steps: one that was stopped, or shared its cores, does not count for much.
+_STEPS = 9
+# More is not a prediction.
+_SECONDS_MAX = 600.0
 
 
 class Pace:
@@ -20,15 +25,14 @@ class Pace:
 
     def __init__(self) -> None:
         self.decodes = self.decode_context = 0
-        self._tokens = self._seconds = 0.0
+        self._token_s: deque[float] = deque(maxlen=_STEPS)
 
     def note(self, step: StepTime) -> None:
         """A step has ended."""
         self.decodes, self.decode_context = step.decodes, step.decode_context
         if step.prefill_tokens > step.decodes:  # mostly prefill
-            self._tokens = _KEPT * self._tokens + step.prefill_tokens
-            self._seconds = _KEPT * self._seconds + step.seconds
+            self._token_s.append(step.seconds / step.prefill_tokens)
 
     def seconds(self, tokens: int) -> float:
-        """To compute so many prompt tokens as fast as of late; 0 before the first step."""
-        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+        """To compute so many prompt tokens as fast as of late, at most 10 minutes; 0 before any step."""
+        return min(tokens * median(self._token_s), _SECONDS_MAX) if self._token_s else 0.0

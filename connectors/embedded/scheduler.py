@@ -160,9 +160,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._active) < self._limits.batch_max:
             live = self._waiting[0]
-            self._take_ready()  # those that had nothing to load are in the way of the next
-            ahead = sum(one.pending for one in self._active if one.phase is Phase.RUNNING and one.pending > 1)
-            table = self._tables.begin(live.request.id, live.tokens, live.reuse, ahead)
+            table = self._tables.begin(live.request.id, live.tokens, live.reuse, self._ahead_of(live))
             if table is None:
                 if not self._active:
                     self._note_no_room(live)
@@ -171,6 +169,21 @@ class Scheduler:
             live.table, live.loading_since_s, live.no_room_since_s = table, self._clock(), None
             live.move(Phase.LOADING)
             insort(self._active, live, key=_order)
+
+    def _ahead_of(self, live: Live) -> int:
+        """Prompt tokens that are computed before the first of a request's, as far as is known."""
+        ahead = 0
+        for one in self._active:
+            if one.order >= live.order or (one.phase is Phase.RUNNING and one.pending <= 1):
+                continue
+            table = one.held()
+            if one.phase is Phase.LOADING:  # those that had nothing to load go on in this very step
+                ahead += len(one.tokens) - table.reused if self._tables.ready(table) else 0
+            elif table.tail_tokens:
+                ahead += min(one.pending, self._tables.head_left(table, one.computed))
+            else:
+                ahead += one.pending
+        return ahead
 
     def _take_ready(self) -> None:
         for live in list(self._active):

@@ -115,7 +115,8 @@ class Wish:
         ours = params.get("kvstore") if isinstance(params, Mapping) else None
         if not isinstance(ours, Mapping):
             return Wish(Reuse(default))
-        reuse, plan = ours.get("reuse", default), ours.get("plan", "")
+        reuse, plan = ours.get("reuse"), ours.get("plan")
+        reuse, plan = default if reuse is None else reuse, "" if plan is None else plan
         if reuse not in list(Reuse):
             return Wish(Reuse.NONE, reason=f"kv_transfer_params.kvstore.reuse: need {_reuses()}")
         if plan not in ("", *MODES):

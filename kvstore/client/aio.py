@@ -170,7 +170,8 @@ class AsyncClient(Face):
 
     def fetch(self, hit: Hit, start: int, stop: int) -> AsyncFetch:
         """Bring blocks [start, stop) of a hit to where they can be copied: for a process that does not copy
-        itself (`load` fetches what it needs). HOST blocks are there already. One at a time for a hit.
+        itself (`load` fetches what it needs). HOST blocks are there already, unless HOST is limited. One at a
+        time for a hit.
         """
         self._check()
         return AsyncFetch(self._tasks, hit.lease, start, stop)

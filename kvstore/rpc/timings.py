@@ -47,7 +47,7 @@ def record(caller: Caller, said: Timings) -> None:
     for kind, copies, size_bytes, seconds in said.transfers:
         meters.observe_transfer(kind, copies, size_bytes, seconds)
         # A limited HOST is timed where it is limited: kvstore/fetching.py.
-        if kind == "load" and copies and size_bytes >= copies and not caller.group.fetches.limited:
+        if kind == "load" and copies and size_bytes >= copies and not caller.group.fetches.pace.limited:
             each = Transfer(size_bytes // copies, 0, min(seconds / copies, LOAD_S_MAX))
             caller.group.pricing.observe_transfer(Source(Tier.HOST), each)
     for plan, seconds in said.plans:

@@ -64,8 +64,10 @@ class SavingTables(LocalTables):
         LocalTables.__init__(self, self.blocks, SIZE)
         self.polls = 0
 
-    def begin(self, request_id: str, tokens: Sequence[int], reuse: Reuse) -> Table | None:
-        table = None if self.refuse else super().begin(request_id, tokens, reuse)
+    def begin(
+        self, request_id: str, tokens: Sequence[int], reuse: Reuse, ahead_tokens: int = 0
+    ) -> Table | None:
+        table = None if self.refuse else super().begin(request_id, tokens, reuse, ahead_tokens)
         if table is None:
             return None
         self.begun += 1
@@ -231,6 +233,23 @@ def test_a_load_that_never_ends_is_recomputed() -> None:
     assert report.preemptions == 0
     assert 1.0 < clock.now < 1.5
     assert tables.free_blocks == POOL
+
+
+def test_one_that_comes_when_a_load_is_given_up_is_not_mistaken_for_it() -> None:
+    engine, tables, clock = build(EngineLimits(load_s_max=1.0))
+    (cold,) = engine.generate([ask("cold", prompt(100))])
+    tables.load_polls = None
+    engine.add(ask("stuck", prompt(100)))
+    engine.step()
+    clock.now += 2.0
+    engine.add(ask("other", prompt(30, 9)))
+    reports = {}
+    for _ in range(400):
+        for out in engine.step():
+            if out.report is not None:
+                reports[out.request_id] = out.report
+    assert reports["stuck"].tokens == cold.tokens and reports["other"].fresh_tokens == 30
+    assert tables.free_blocks == POOL and tables.begun == tables.finished
 
 
 def test_abort_while_loading_finishes_the_table_once() -> None:

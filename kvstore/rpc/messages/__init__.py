@@ -137,7 +137,7 @@ __all__ = [
     "pattern",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 # The largest honest frame is a Reserve of 8,192 keys (256 KiB); four times that leaves room to grow.
 FRAME_BYTES_MAX = 1 << 20
 # Positions, tables: the table of a 1 M-token sequence at 16 tokens a block is 65,536 long.
