@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import trustme
+from command_line import kvstore
 from fake_engine import SMALL
 from google.protobuf import json_format
 from real_daemon import WAIT_S, RealDaemon, eventually
@@ -132,3 +135,54 @@ def test_a_plaintext_port_is_refused_with_the_words_to_type(scene: Scene) -> Non
     daemon.start(wait=False)
     assert daemon.process.wait(WAIT_S) == 2
     assert "--set grpc.insecure_tcp=true" in daemon.said().replace("\n", " ")
+
+
+def test_tokens_over_tls_come_and_go_while_it_runs(scene: Scene, tmp_path: Path) -> None:
+    """As README has it: certificates, `kvstore token`, an entry in the file, SIGHUP."""
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    made.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    tokens = tmp_path / "tokens.toml"
+    for path in (tmp_path / "key.pem", tokens):
+        path.touch(mode=0o600)
+    made.private_key_pem.write_to_path(tmp_path / "key.pem")
+    daemon = scene.start_daemon(
+        grpc__listen='"auto,127.0.0.1:0"',
+        grpc__tls_certificate=f'"{tmp_path / "cert.pem"}"',
+        grpc__tls_key=f'"{tmp_path / "key.pem"}"',
+        grpc__tokens_file=f'"{tokens}"',
+    )
+
+    def serves() -> list[str]:
+        return [line for line in daemon.log.read_text().splitlines() if '"kvstore serves"' in line]
+
+    (said,) = eventually(serves, "it says where it listens")
+    port = json.loads(said)["grpc"][1]
+    credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    made_now = json.loads(kvstore("token", "ops", "-t", "*", "-v", "admin", "--json").stdout)
+    metadata = (("authorization", f"Bearer {made_now['token']}"),)
+    with grpc.secure_channel(port, credentials) as channel:
+
+        def code() -> grpc.StatusCode:
+            try:
+                rpc.AdminStub(channel).Check(pb.CheckRequest(), metadata=metadata, timeout=WAIT_S)
+            except grpc.RpcError as error:
+                found: grpc.StatusCode = error.code()
+                return found
+            return grpc.StatusCode.OK
+
+        def reloaded(times: int) -> None:
+            daemon.send(signal.SIGHUP)
+            eventually(lambda: daemon.log.read_text().count("configuration reloaded") == times, "reloaded")
+
+        assert code() is grpc.StatusCode.UNAUTHENTICATED
+        tokens.write_text(made_now["entry"])
+        reloaded(1)
+        assert code() is grpc.StatusCode.OK
+        tokens.write_text("")
+        reloaded(2)
+        assert code() is grpc.StatusCode.UNAUTHENTICATED
+    log = daemon.log.read_text()
+    assert '"administration"' in log and '"administration refused"' in log and '"who": "ops"' in log
+    assert made_now["token"] not in log
+    daemon.assert_quiet()
