@@ -149,9 +149,14 @@ class HostPace:
         self._alarm = self._alarms.set(at_s, self.let_out)
 
     def close(self) -> None:
-        """Nobody is woken any more."""
+        """Nobody is woken, and nobody is known, any more: no cycle keeps an arena mapped."""
         if self._alarm is not None:
             self._alarm.cancel()
+        self._let = _nobody
+
+
+def _nobody(_: Running, __: int) -> None:
+    """Its group is closed."""
 
 
 def _nothing_learnt(_: Transfer) -> None:
