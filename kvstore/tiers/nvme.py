@@ -385,9 +385,14 @@ class NvmeTier:
         self._offers.refuse_all(Refusal.QUEUE)
         self._disk.close(timeout_s)
         self._directory.close()
-        self.on_change = _nothing
+        self.on_change = self._promotions.on_due = _nothing  # no cycle keeps an arena mapped
+        self.observe(_unheard, _unheard)
         self._writes.close()
 
 
 def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+def _unheard(_: object) -> None:
     """Nobody wants to know."""
