@@ -90,8 +90,9 @@ def test_a_request_may_decide_for_itself(place: Place) -> None:
         found: dict[str, int] = answer.params["kvstore"]["hit_tokens"]
         return found
 
-    assert hit_tokens("recompute") == {}
     assert hit_tokens("load") == {"NVME": BLOCKS * 128}
+    assert hit_tokens("recompute") == {}, "although all of it is on HOST now"
+    assert hit_tokens("load") == {"HOST": BLOCKS * 128}
 
 
 def test_what_was_decided_and_how_long_it_took_is_told(place: Place) -> None:
