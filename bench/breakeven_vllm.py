@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ class VllmStage:
             self._filler_blocks = arena // _LAYOUT.block_bytes + 1
             memory = PagedMemory(_LAYOUT, self._filler_blocks)
             patient = Limits(call_s=_REQUEST_S, attach_s=_ATTACH_S, copy_s=_REQUEST_S)
-            self._filler = Client(self.daemon.socket, namespace_of(_LAYOUT), memory, limits=patient)
+            filler = replace(namespace_of(_LAYOUT), block_tokens=str(BLOCK_TOKENS))
+            self._filler = Client(self.daemon.socket, filler, memory, limits=patient)
             ending.callback(self._filler.close)
             if not self._filler.wait_attached(_ATTACH_S):
                 raise self.daemon.failed("the daemon did not accept the client that fills HOST")
