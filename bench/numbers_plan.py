@@ -52,8 +52,9 @@ def surprises_text(result: dict[str, Any]) -> str:
     worst = max(rows, key=lambda row: row["over_recompute"])
     facts = [
         f"{result['surprised']} times the disk was slowed down in the middle of a load, to 5 MB/s or to a",
-        "stall, half of them with an engine that cannot split. The slowest of these requests took",
-        f"{result['surprise_over_recompute_max']:.2f} × recompute, the median",
+        "stall, half of them with an engine that cannot split. These requests took",
+        f"{result['surprise_over_recompute_max']:.2f} × recompute at most (the median of one limit and",
+        f"engine), the worst single one {result['surprise_over_recompute_worst']:.2f} ×, the median of all",
         f"{result['surprise_over_recompute_median']:.2f} ×. While the disk stayed slow, request",
         f"{result['requests_until_doubted_max']} at the latest did not wait for it any more; once it was",
         f"fast again, request {result['requests_until_loaded_max']} at the latest was loaded again.",

@@ -9,7 +9,8 @@ rule's case, and with one that may split. For the load in question the disk is h
 be over before the daemon has read that the disk is slow. A run that met fewer than nine of ten loads in their
 middle is void.
 
-    surprise_over_recompute_max    of those requests, each over recompute before and after it
+    surprise_over_recompute_max    of those requests, each over recompute before and after it: the median of
+                                   each limit and engine, at most; `_worst` is that of a single request
     requests_until_doubted_max     asked while the disk stays slow, until one is no longer loaded
     requests_until_loaded_max      asked after it is fast again, until one is loaded again
 
@@ -35,7 +36,7 @@ __all__ = ["main"]
 
 MB = 1_000_000
 TOKENS, WARM_TOKENS = 1536, 256
-TURNS = 5
+TURNS = 7
 # 70 MB take 0.23 s then: this is the middle, with what the daemon takes to read its configuration.
 _HELD, _IN_MID_LOAD_S = 300 * MB, 0.05
 _TOLD_S = 5.0
@@ -75,7 +76,8 @@ def main() -> int:
     figures: dict[str, Any] = {
         "aa_p95": _short(aa),
         "recompute_s": _short(base_s),
-        "surprise_over_recompute_max": _short(max(over)),
+        "surprise_over_recompute_max": _short(max(_medians(over))),
+        "surprise_over_recompute_worst": _short(max(over)),
         "surprise_over_recompute_median": _short(statistics.median(over)),
         "surprised": sum(row["met"] for row in rows),
         "requests_until_doubted_max": max(row["requests_until_doubted"] for row in rows),
@@ -149,9 +151,14 @@ def _after(seconds: float, act: Any) -> Iterator[None]:
 
 
 def _off(recompute: list[float], again: list[float]) -> list[float]:
-    """By how much recompute is off from itself within a turn: a median for each limit and engine."""
-    ratios = [after_s / before_s for before_s, after_s in zip(recompute, again, strict=True)]
-    return [abs(statistics.median(ratios[at : at + TURNS]) - 1.0) for at in range(0, len(ratios), TURNS)]
+    """By how much recompute is off from itself within a turn, for each limit and engine."""
+    pairs = zip(recompute, again, strict=True)
+    return [abs(ratio - 1.0) for ratio in _medians([after_s / before_s for before_s, after_s in pairs])]
+
+
+def _medians(ratios: list[float]) -> list[float]:
+    """Of each limit and engine."""
+    return [statistics.median(ratios[at : at + TURNS]) for at in range(0, len(ratios), TURNS)]
 
 
 def _missed(figures: dict[str, Any]) -> list[str]:
