@@ -61,7 +61,7 @@ def surprises_text(result: dict[str, Any]) -> str:
         f"Recompute against itself is off by {result['aa_p95']:.1%} at p95.",
     ]
     told = [
-        f"What `kvstore explain` says of the slowest ({worst['limit']}):",
+        f"What `kvstore explain` says of the worst ({worst['limit']}):",
         "",
         "```",
         worst["explained"],

@@ -1,6 +1,6 @@
 """A disk that gets slow, or stops, in the middle of a load: what does it cost, and is it noticed?
 
-    python -m bench.surprises --json      some five minutes
+    python -m bench.surprises --json      some seven minutes
 
 The stage of bench.breakeven: SmolLM2-135M on the embedded engine, a prompt of 1,536 tokens that is only on
 NVME. The disk is as fast as it is, and known to be, until a load has begun; then it is slowed down in

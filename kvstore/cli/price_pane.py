@@ -40,7 +40,8 @@ def _source(name: str, facts: Mapping[str, Any]) -> str:
 
 
 def _curve(facts: Mapping[str, Any]) -> str:
-    name = (facts["model"] or "a model that is not attached").rpartition("/")[2][:20]
+    model = facts["model"]
+    name = model.rpartition("/")[2][:20] if model else "a model that is not attached"
     known = {tokens: seconds for tokens, seconds in facts["seconds"].items() if seconds is not None}
     parts = [f"{count_text(int(tokens))} tokens in {about(seconds)}" for tokens, seconds in known.items()]
     return f"{name} computes {', '.join(parts) or 'at a speed not known yet'}"
