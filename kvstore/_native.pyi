@@ -263,23 +263,19 @@ class Reserved:
     filled: int  # blocks that were READY already
     elsewhere: int  # blocks another reservation is filling
     dropped: int  # keys beyond m: no room
+    over_limit: bool  # because the account's limit is reached, and nothing more of it may leave
 
 class HostPool:
-    """Slots of one arena and which node's bytes each holds; leaf-first LRU over its size classes.
-
-    An index has at most one host pool (ValueError): one trust group, one arena.
-    """
+    """Slots of one arena and which node's bytes each holds; leaf-first LRU. One per index (ValueError)."""
     def __init__(self, index: Index, arena: Arena, slab_bytes: int, ledger: Ledger | None = None) -> None: ...
     def adopt(self, survey: Survey, aside: int) -> Adopted:
-        """Go on with a kept arena, once, before anything is reserved: see native/src/pool.h. `aside` is the
-        root of stand-ins. ValueError: of no use; throw pool and index away."""
+        """Go on with a kept arena, once: see native/src/pool.h. ValueError: throw pool and index away."""
     def match(self, walk: Walk) -> int:
         """Leading blocks of the walk with READY bytes here."""
     def slots(self, nodes: U32) -> U32:
         """READY slot of each node, or NONE."""
     def missing(self, node: int) -> U32:
-        """The blocks above and including node that have no READY bytes here, up to the nearest that has, in
-        chain order."""
+        """The blocks above and including node without READY bytes here, up to the nearest with some, in order."""
     @property
     def slabs(self) -> int: ...
     def ready_nodes(self, start: int = 0, most: int = ...) -> U32:
@@ -305,11 +301,17 @@ class HostPool:
         """drop() for bytes that nobody will miss: not counted as rot."""
     def evict(self, format: SlotFormat, slots: int) -> int:
         """Evict up to that many idle leaves of the class (at most KEYS_MAX in one call); how many."""
+    def claim(self, root: int, account: int) -> None:
+        """The root (a node of depth 0) is this account's (0: nobody's); then settle_lanes()."""
+    def set_limit(
+        self, account: int, bytes: int | None
+    ) -> None: ...  # then settle_lanes(); ValueError: 255 have
+    def settle_lanes(self) -> None: ...
+    def used_bytes(self, account: int) -> int: ...
     def take_removed(self) -> U8:
-        """(n, 32) keys whose bytes left since the last call and are not back (for events)."""
+        """(n, 32) keys whose bytes left since the last call and are not back."""
     def take_dropped(self) -> dict[str, int]:
-        """Counters since the last call: evicted, orphaned, lost, no_room, rot, events_lost (keys beyond the
-        2**20 that take_removed() keeps: observers must resync)."""
+        """evicted, orphaned, lost, no_room, over_limit, rot, events_lost (of take_removed()) since the last."""
     @property
     def memory_bytes(self) -> int: ...
     @property

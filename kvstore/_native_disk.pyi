@@ -117,6 +117,17 @@ class DiskPool:
         """Try again what the disk refused."""
     def forget(self, node: int) -> bool: ...
     def drop(self, node: int) -> bool: ...
+    def claim(self, root: int, account: int) -> None:
+        """The root (a node of depth 0), with what it has, is this account's; 0 = nobody's, no limit."""
+    def set_limit(self, account: int, bytes: int | None) -> None:
+        """How many bytes of records trim() leaves it, None = all. ValueError: 255 accounts have a limit."""
+    def used_bytes(self, account: int) -> int:
+        """Of records that are readable or on their way."""
+    def trim(self, account: int, bytes: int, keep: int = ...) -> bool:
+        """Forget blocks of an account, leaves first, until it could have so many bytes more.
+
+        The chain above and including the node `keep` stays. True: it could. Looks at some thousand records
+        in a call (1 ms): ask again."""
     mark: tuple[int, int]
     """(sequence, page): all records made so far lie before it, every later one at or behind it."""
     forgotten: tuple[int, int]
@@ -130,7 +141,8 @@ class DiskPool:
     def take_stored(self) -> U8: ...
     def take_removed(self) -> U8: ...
     def take_dropped(self) -> dict[str, int]:
-        """evicted, reinserted, over_budget, rot, lost, events_lost, reinserted_bytes since the last call."""
+        """evicted, reinserted, over_budget, over_limit, rot, lost, events_lost, reinserted_bytes since the
+        last call."""
     def counts(self) -> dict[str, int]:
         """Segments by state, records, live_bytes, writing, capacity_bytes, file_bytes."""
     def check(self) -> None: ...

@@ -246,7 +246,7 @@ def adopt(
     if len(table) > TABLE_MAX or len(np.unique(table)) < len(table):
         raise BadRequest(f"adopt.table: need at most {TABLE_MAX} blocks, each named once")
     if root:
-        group.root_of(caller, root)
+        group.roots.of(caller, root)
     lease = group.leases.grant(caller.session, root, 0, np.empty(0, np.uint32))
     try:
         for start in range(0, len(table), KEYS_MAX):

@@ -60,7 +60,7 @@ async def drop_namespace(store: Store, digest: bytes, tenant: str = "") -> Dropp
     for name in names:
         group = store.group_of([name])
         for origin in store.tenants.origins(name, digest).values():
-            known = group.known_root(origin)
+            known = group.roots.known(origin)
             if known is not None and not (tenant and origin.reuse is Reuse.GROUP):
                 roots.setdefault(group.name, set()).add(known.node)
     dropped = Dropped()

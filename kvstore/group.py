@@ -5,7 +5,6 @@ A trust group is one arena and one fault domain. Everything here is owned by the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,11 +14,11 @@ from numpy.typing import NDArray
 
 from kvstore import _native, hits
 from kvstore._native import NONE, SlotFormat
-from kvstore.callers import Caller, Checked, Counters, Engine, Root
+from kvstore.callers import Caller, Checked, Counters, Engine
 from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.decisions import Decisions
-from kvstore.errors import BadRequest, LimitExceeded
+from kvstore.errors import LimitExceeded
 from kvstore.events import EventKind, EventLog
 from kvstore.fetching import Fetches
 from kvstore.leases import Lease, Leases, LeaseState
@@ -28,22 +27,20 @@ from kvstore.meters import Meters
 from kvstore.policy.admission import Admission
 from kvstore.pricing import Pricing, Source
 from kvstore.probing import Probing
-from kvstore.tenants import Origin
+from kvstore.quotas import Quotas
+from kvstore.roots import Roots
 from kvstore.tiers.alarms import Alarms
 from kvstore.tiers.gpu import OwnedPool
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.noop import NoDisk
 from kvstore.tiers.nvme import NvmeTier
 from kvstore.transfers import Filling, Fillings, Handed, mark
-from kvstore.types import BlockLayout, Part, Reuse, Tier
+from kvstore.types import BlockLayout, Part, Tier
 
 __all__ = ["Group", "finish"]
 
 log = structlog.get_logger()
 
-# A root is made per namespace and tenant, at attach or by the first saved block, and never reaped; far more
-# than models × tenants on one node. One tenant that invents models stops at its own part.
-ROOTS_MAX, ROOTS_PER_TENANT_MAX = 65_536, 4096
 # A new fleet saves for a while before anything repeats; 1,000 blocks are 16,000 tokens.
 ALARM_SAVED_BLOCKS = 1000
 ALARM_LOOKUPS = 100
@@ -80,8 +77,9 @@ class Group:
         self.events = EventLog(epoch, config.events.log_max, clock)
         self.engines: dict[bytes, Engine] = {}
         self.callers: dict[int, Caller] = {}
-        self.roots: dict[bytes, Root] = {}
-        self._roots_of: Counter[tuple[str, Reuse]] = Counter()
+        self.quotas = Quotas(name, memory.index, memory.host, memory.disk, clock)
+        self.quotas.configure(config)
+        self.roots = Roots(memory.index, self.quotas)
         self.counters = Counters()
         self.meters = Meters([tenant.name for tenant in config.tenants if tenant.group == name])
         self.config = config
@@ -94,6 +92,7 @@ class Group:
         """Takes work that may be done in slices; the daemon spreads them over its event loop."""
         if isinstance(self.nvme, NvmeTier):
             self.nvme.on_change = self.record_changes
+            self.nvme.offers.may_write, self.nvme.offers.wrote = self.quotas.may_write, self.quotas.wrote
             self.probing = Probing(
                 self.pricing, self.decisions, self.leases, self.host, self.nvme, self.clock
             )
@@ -106,63 +105,7 @@ class Group:
         if isinstance(self.nvme, NvmeTier):
             self.nvme.reconfigure(config.nvme)
         self.meters.expect([tenant.name for tenant in config.tenants if tenant.group == self.name])
-
-    def add_root(self, key: bytes, tenant: str, reuse: Reuse) -> Root:
-        """The root for `key`, made on first use.
-
-        Raises:
-            LimitExceeded: too many namespaces × tenants, or too many of this one.
-        """
-        root = self.roots.get(key)
-        if root is None:
-            if len(self.roots) >= ROOTS_MAX:
-                raise LimitExceeded(
-                    f"roots_max = {ROOTS_MAX} namespaces × tenants are known; restart the daemon"
-                )
-            if self._roots_of[tenant, reuse] >= ROOTS_PER_TENANT_MAX:
-                raise LimitExceeded(
-                    f"roots_per_tenant_max = {ROOTS_PER_TENANT_MAX} namespaces of {tenant} ({reuse}) are "
-                    "known; name the same model the same way each time, and restart the daemon"
-                )
-            root = self._note_root(key, tenant, reuse, self.index.root(key))
-        return root
-
-    def _note_root(self, key: bytes, tenant: str, reuse: Reuse, node: int) -> Root:
-        self._roots_of[tenant, reuse] += 1
-        root = self.roots[key] = Root(key, tenant, reuse, node)
-        return root
-
-    def known_root(self, origin: Origin) -> Root | None:
-        """The root of `origin` where it is known, None where nothing was ever saved or attached; makes none.
-
-        A kept arena brings its roots back as keys in the index, without a word on whose they are: that is
-        known again when the first who may use one asks.
-        """
-        root = self.roots.get(origin.key)
-        if root is None and (node := self.index.find(origin.key)) != NONE:
-            root = self._note_root(origin.key, origin.owner, origin.reuse, node)
-        return root
-
-    def root_of(self, caller: Caller, key: bytes) -> Root:
-        """The root that a caller names.
-
-        Raises:
-            BadRequest: not one that was given to this session at attach.
-        """
-        if key not in caller.roots:
-            raise BadRequest("root: not one of the roots given to this session at attach")
-        return self.roots[key]
-
-    def tenant_of(self, caller: Caller, root: bytes) -> str:
-        """Whose tokens a request under this root are, for counting.
-
-        A shared root says nothing about who asks: then it is the session's tenant if it has just one, else
-        the group's name stands for all of them.
-        """
-        known = self.roots[root]
-        if known.reuse is Reuse.GROUP and len(caller.tenants) == 1:
-            return caller.tenants[0]
-        return known.tenant
+        self.quotas.configure(config)
 
     def record_changes(self, engine: Engine | None = None) -> None:
         """Move what the native pools report into the event log."""
@@ -317,10 +260,13 @@ class Group:
             )
             log.warning("no hits at all", group=self.name, alarm=self.alarm)
 
-    def revoke_stale(self) -> int:
+    def revoke_stale(self, payer: str = "") -> int:
         """Take the pins of sessions that have been silent too long, LEASES_SLICE of them at most.
 
         Called under memory pressure only, and again when that was not enough.
+
+        Args:
+            payer: only those that count for this tenant; "" = everybody's.
         """
         now, limit = self.clock.now(), self.config.daemon.stale_after_s
         revoked = 0
@@ -328,7 +274,7 @@ class Group:
             if now - caller.heard_s <= limit:
                 continue
             for lease in self.leases.of(caller.session):
-                if len(lease.table):  # the engine's own memory, not ours to take
+                if len(lease.table) or (payer and lease.payer != payer):  # a table is the engine's own memory
                     continue
                 self.end_lease(lease, LeaseState.REVOKED)
                 revoked += 1

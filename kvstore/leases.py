@@ -10,6 +10,7 @@ reused.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -88,6 +89,7 @@ class Lease:
     Attributes:
         id: opaque.
         session: number of the session that owns it.
+        payer: tenant that it counts for, "" = nobody's.
         root: key of the chain's root, b"" for a table without reuse.
         blocks_max: length of the chain that was asked about.
         nodes: (length,) index nodes of the match, in chain order.
@@ -124,6 +126,7 @@ class Lease:
     intent: Intent = field(default_factory=Intent)
     planned: Planned | None = None
     wanted: int = 0
+    payer: str = ""
     short: str = ""
     lagged_s: float | None = None
 
@@ -146,6 +149,7 @@ class Leases:
         self.per_session_max = per_session_max
         self._by_id: dict[int, Lease] = {}
         self._by_session: dict[int, dict[int, Lease]] = {}
+        self._of: Counter[str] = Counter()
         self._last_id = 0
         self._pins = 0
 
@@ -169,7 +173,13 @@ class Leases:
             if lease.pinned == NONE and len(lease.nodes):
                 raise RuntimeError(f"lease {lease.id}: on {len(lease.nodes)} blocks, but pins nothing")
 
-    def grant(self, session: int, root: bytes, blocks_max: int, nodes: NDArray[np.uint32]) -> Lease:
+    def count_of(self, payer: str) -> int:
+        """How many leases count for a tenant."""
+        return self._of[payer]
+
+    def grant(
+        self, session: int, root: bytes, blocks_max: int, nodes: NDArray[np.uint32], payer: str = ""
+    ) -> Lease:
         """Make a lease on `nodes` and pin the deepest.
 
         Raises:
@@ -179,7 +189,9 @@ class Leases:
         if len(mine) >= self.per_session_max:
             raise LimitExceeded(f"leases_max = {self.per_session_max} leases are held; release some")
         self._last_id += 1
-        lease = Lease(self._last_id, session, root, blocks_max, nodes)
+        lease = Lease(self._last_id, session, root, blocks_max, nodes, payer=payer)
+        if payer:
+            self._of[payer] += 1
         self._by_id[lease.id] = mine[lease.id] = lease
         if len(nodes):
             self.repin(lease, int(nodes[-1]))
@@ -212,6 +224,10 @@ class Leases:
         lease.move(state)
         self.repin(lease, NONE)
         del self._by_id[lease.id]
+        if lease.payer:
+            self._of[lease.payer] -= 1
+            if not self._of[lease.payer]:
+                del self._of[lease.payer]
         mine = self._by_session[lease.session]
         del mine[lease.id]
         if not mine:

@@ -25,6 +25,7 @@ class Match:
         digest: of the matched keys.
         plan: what to load.
         runs: where the blocks of the plan's load range lie, packed; empty while a second trip is due.
+        refused: nothing was looked up, because the tenant asks too often or holds too much; "" = it was.
     """
 
     lease: Lease | None
@@ -33,6 +34,7 @@ class Match:
     digest: int
     plan: FetchPlan
     runs: bytes
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

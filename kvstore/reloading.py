@@ -3,7 +3,7 @@
     at once            log level, limits and times of [daemon], speed limits of [host], write budget, stall
                        time and speed limits of [nvme], how loads are planned, new tenants of existing
                        groups (and their salts), tenants that may not attach any more, the reuse that a
-                       tenant may ask for, tokens of gRPC callers
+                       tenant may ask for, its users and quotas, who administers, tokens of gRPC callers
     after a restart    everything else: sockets, arenas, groups, salts and groups of tenants that exist
 
 Sessions that are attached keep the roots that they were given. A file with a mistake changes nothing.
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from kvstore.config import Config, DaemonConfig, Salts, TenantConfig
+from kvstore.config import Config, DaemonConfig, Salts, SharedConfig, TenantConfig
 from kvstore.config.tokens import Tokens
 from kvstore.errors import ConfigError
 from kvstore.logs import set_level
@@ -41,6 +41,8 @@ LIVE_KEYS = frozenset(
         "daemon.sessions_max",
         "daemon.leases_max",
         "daemon.log_level",
+        "daemon.admins",
+        "daemon.lookup_time_s",
         "host.limit_bytes_per_s",
         "host.added_latency_s",
         "nvme.write_budget_bytes_per_day",
@@ -72,7 +74,8 @@ def change(old: Config, new: Config) -> Change:
     applied: list[str] = []
     restart: list[str] = []
     tables: dict[str, Any] = {}
-    for table in (field.name for field in msgspec.structs.fields(Config) if field.name != "tenants"):
+    lists = ("tenants", "shared")
+    for table in (field.name for field in msgspec.structs.fields(Config) if field.name not in lists):
         before, after = getattr(old, table), getattr(new, table)
         fresh = {}
         for key in (field.name for field in msgspec.structs.fields(type(before))):
@@ -86,7 +89,15 @@ def change(old: Config, new: Config) -> Change:
                 restart.append(path)
         tables[table] = msgspec.structs.replace(before, **fresh)
     tenants = _tenants(old, new, applied, restart)
-    return Change(Config(**tables, tenants=tenants), tuple(applied), tuple(restart))
+    groups = {tenant.group for tenant in tenants}
+    shared = tuple(each for each in new.shared if each.group in groups)
+    applied += [f"shared.{each.group}" for each in shared if each not in old.shared]
+    applied += [f"shared.{each.group} (no limits)" for each in old.shared if _lifted(each, shared)]
+    return Change(Config(**tables, tenants=tenants, shared=shared), tuple(applied), tuple(restart))
+
+
+def _lifted(each: SharedConfig, shared: tuple[SharedConfig, ...]) -> bool:
+    return each.group not in {other.group for other in shared}
 
 
 def _tenants(old: Config, new: Config, applied: list[str], restart: list[str]) -> tuple[TenantConfig, ...]:
@@ -146,6 +157,7 @@ class Reloader:
         try:
             changed, salts = await self._read()
             tokens = await self._tokens()
+            tenants = Tenants(changed.config, salts)  # users may have left this machine
         except ConfigError as error:
             log.error("configuration not reloaded; the old one goes on", reason=str(error))
             return
@@ -154,7 +166,7 @@ class Reloader:
             msgspec.structs.force_setattr(config, "_origin", self._origin)
         self._salts = salts
         store = self._store
-        store.config, store.tenants = config, Tenants(config, salts)
+        store.config, store.tenants = config, tenants
         for group in store.groups.values():
             group.reconfigure(config)
         self._tell(config.daemon)

@@ -11,7 +11,7 @@ import os
 from dataclasses import asdict
 
 from kvstore import __version__
-from kvstore.callers import Engine
+from kvstore.callers import Caller, Engine
 from kvstore.group import Group
 from kvstore.policy.trust import PROBE_BYTES
 from kvstore.pricing import Pricing, Source
@@ -28,15 +28,40 @@ _MODEL_CHARS_MAX = 80
 _PROMPTS = (1_000, 8_000)
 
 
-def status(store: Store) -> dict[str, object]:
-    """State of a store by trust group; JSON-ready. Its age counts from when its arenas were ready."""
+def status(store: Store, caller: Caller | None = None) -> dict[str, object]:
+    """State of a store by trust group; JSON-ready. Its age counts from when its arenas were ready.
+
+    Args:
+        caller: an engine that asks: it hears of itself and its tenants only.
+    """
     now = store.clock.now()
     return {
         "version": __version__,
         "pid": os.getpid(),
         "uptime_s": round(max((now - group.opened_s for group in store.groups.values()), default=0.0), 3),
         "epoch": store.epoch.hex(),
-        "groups": {name: _group(group) for name, group in store.groups.items()},
+        "groups": {
+            name: _group(group) if caller is None else _own(caller)
+            for name, group in store.groups.items()
+            if caller is None or caller.group is group
+        },
+    }
+
+
+def _own(caller: Caller) -> dict[str, object]:
+    """What an engine may hear of its trust group: itself, and its tenants."""
+    group, engine = caller.group, caller.engine
+    return {
+        "engines": {engine.id.hex(): _engine(group, engine)},
+        "tokens": {name: facts for name, facts in _tokens(group).items() if name in caller.tenants},
+        "quotas": {name: used for name, used in group.quotas.report().items() if name in caller.tenants},
+    }
+
+
+def _tokens(group: Group) -> dict[str, object]:
+    return {
+        name: {"lookup": tokens.lookup, "hit": dict(tokens.hit), "saved": tokens.saved}
+        for name, tokens in group.meters.tenants.items()
     }
 
 
@@ -65,10 +90,8 @@ def _group(group: Group) -> dict[str, object]:
             for engine in itertools.islice(group.engines.values(), ENGINES_LISTED_MAX)
         },
         "counters": asdict(group.counters),
-        "tokens": {
-            name: {"lookup": tokens.lookup, "hit": dict(tokens.hit), "saved": tokens.saved}
-            for name, tokens in group.meters.tenants.items()
-        },
+        "tokens": _tokens(group),
+        "quotas": group.quotas.report(),
         "transfers": {kind: asdict(moved) for kind, moved in group.meters.moved.items()},
         "prefill_tokens_per_s": group.meters.prefill_tokens_per_s,
         "pricing": _pricing(group),

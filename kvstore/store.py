@@ -32,13 +32,14 @@ from kvstore.memory import open_disk, open_memory
 from kvstore.outcomes import Match, Published, Reservation
 from kvstore.planning import Held
 from kvstore.progress import ShowProgress
+from kvstore.rot import drop_rotten
 from kvstore.tenants import Tenants
 from kvstore.types import FetchPlan, Namespace
 
 __all__ = ["Match", "Published", "Reservation", "Store"]
 
-# A report makes the daemon read the blocks it names: 32 MiB at 8 GB/s hold the loop for 4 ms.
-REPORT_BYTES_MAX = 32 << 20
+# Of one chain (native/src/index.h: kDepthMax).
+BLOCKS_MAX = 262_144
 # Of a match whose second trip is due: its plan comes with that.
 _ASKED_ON = FetchPlan(0, 0, (), "the keys of a gap are asked for first")
 
@@ -96,7 +97,7 @@ class Store:
         out: dict[str, dict[str, bytes]] = {}
         for name in tenants:
             origins = self.tenants.origins(name, namespace.digest).values()
-            out[name] = {o.reuse: group.add_root(o.key, o.owner, o.reuse).key for o in origins}
+            out[name] = {o.reuse: group.roots.add(o).key for o in origins}
         return out
 
     # ---- reading -----------------------------------------------------------------------------------------
@@ -124,9 +125,13 @@ class Store:
             LimitExceeded: too many leases.
         """
         group = caller.group
-        group.root_of(caller, root)
+        group.roots.of(caller, root)
+        tenant, payer = group.roots.tenant_of(caller, root), group.roots.payer_of(caller, root)
+        if enough := group.quotas.lookup(payer, group.leases.count_of(payer)):
+            group.meters.count_lookup(tenant, min(max(0, blocks), BLOCKS_MAX) * caller.layout.block_tokens)
+            return Match(None, 0, 0, 0, FetchPlan(0, 0, (), enough), b"", enough)
         walk = walk_of(group, root, blocks, positions, keys)
-        group.count_lookup(group.tenant_of(caller, root), blocks, caller.layout)
+        group.count_lookup(tenant, blocks, caller.layout)
         return self._match(caller, None, root, blocks, walk, intent)
 
     def extend(
@@ -154,14 +159,15 @@ class Store:
             lease.host = group.host.leading(lease.nodes[: lease.host])  # some may have been dropped since
             digest = _native.keys_digest(group.index.keys(lease.nodes))
             return self._planned(caller, lease, len(lease.nodes), walk.gap_stop, digest)
-        tenant = group.tenant_of(caller, root)
+        tenant = group.roots.tenant_of(caller, root)
         if not length:
             made = planning.plan(caller, intent, blocks, held, 0, tenant)
             return Match(None, walk.depth, walk.gap_stop, 0, made.fetch_plan(), b"")
         nodes = walk.nodes[:length]
         first = lease is None
         if lease is None:
-            lease = group.leases.grant(caller.session, root, blocks, nodes)
+            payer = group.roots.payer_of(caller, root)
+            lease = group.leases.grant(caller.session, root, blocks, nodes, payer)
             lease.tenant, lease.block_tokens, lease.intent = tenant, caller.layout.block_tokens, intent
         else:
             lease.nodes = nodes
@@ -238,27 +244,7 @@ class Store:
         Raises:
             BadRequest: a position is outside the match.
         """
-        group = caller.group
-        lease = group.leases.get(caller.session, lease_id)
-        if len(bad) and int(bad.max()) >= len(lease.nodes):
-            raise BadRequest(
-                f"report.bad: position {int(bad.max())} is beyond the match of {len(lease.nodes)}"
-            )
-        if not len(bad):
-            return 0
-        # What was not loaded does not count as a hit, whatever the reason.
-        lease.host = min(lease.host, int(bad.min()))
-        lease.disk = min(lease.disk, int(bad.min()))
-        if lease.tail is not None:
-            lease.tail.used_from(int(bad.max()) + 1)
-        most = max(1, REPORT_BYTES_MAX // caller.shape.slot_bytes)
-        began_s = self.clock.now()
-        some = bad[:most]
-        dropped = group.host.drop_if_corrupt(lease.nodes[some], caller.shape)
-        size_bytes, seconds = len(some) * caller.shape.length, self.clock.now() - began_s
-        group.meters.observe_transfer("verify", len(some), size_bytes, seconds)
-        group.record_changes()
-        return dropped
+        return drop_rotten(caller, caller.group.leases.get(caller.session, lease_id), bad)
 
     # ---- writing -----------------------------------------------------------------------------------------
 
@@ -281,21 +267,30 @@ class Store:
             why = "not every cell of a block has a process attached that writes it"
             return Reservation(None, _nothing(), 0, 0, len(keys), reason=why)
         group.check_room_for_filling(caller)
-        got = self._reserve_inline(caller, node, keys)
+        payer = group.roots.payer_of(caller, root)
+        if enough := group.quotas.save(payer):
+            group.counters.refused_saves += len(keys)
+            return Reservation(None, _nothing(), 0, 0, len(keys), reason=enough)
+        got = self._reserve_inline(caller, node, keys, payer)
         nodes, slots = np.concatenate([g.nodes for g in got]), np.concatenate([g.slots for g in got])
         filled, elsewhere = sum(g.filled for g in got), sum(g.elsewhere for g in got)
         dropped, ours = got[-1].dropped, slots != NONE
         filling = group.begin_filling(caller, nodes[ours], slots[ours]) if ours.any() else None
+        group.quotas.saves(payer, int(ours.sum()) * caller.shape.slot_bytes)
         group.record_changes()
         reason = busy = ""
         if dropped:
             group.counters.refused_saves += dropped
             counts = group.host.counts()
             reason = f"no room: {counts['ready']} slots pinned or in use, {counts['filling']} being filled"
+            if got[-1].over_limit:
+                reason = group.quotas.full(group.roots[root].node)
             busy = reason if filling is None and not filled and not elsewhere else ""
         return Reservation(filling, slots, filled, elsewhere, dropped, reason, busy)
 
-    def _reserve_inline(self, caller: Caller, node: int, keys: NDArray[np.uint8]) -> list[Reserved]:
+    def _reserve_inline(
+        self, caller: Caller, node: int, keys: NDArray[np.uint8], payer: str
+    ) -> list[Reserved]:
         """What was reserved, in one or two pieces of the chain."""
         group, now_s, stall_s = caller.group, self.clock.now(), self.config.daemon.stall_s
         owner = caller.engine.id
@@ -308,7 +303,7 @@ class Store:
             kept = len(got[0].nodes)
             last = int(got[0].nodes[-1]) if kept else node
             group.index.pin(last)  # a hollow parent may live by one of those pins alone
-            if group.revoke_stale():
+            if group.revoke_stale(payer if got[0].over_limit else ""):
                 got.append(group.host.reserve(last, keys[kept:], caller.shape, now_s, stall_s, owner))
             group.index.unpin(last)
         return got
@@ -357,18 +352,17 @@ class Store:
         """Node of `parent` under `root`, NONE when it is not known.
 
         Raises:
-            BadRequest: not this caller's root, or a parent under another one.
+            BadRequest: not this caller's root, or no key.
         """
         group = caller.group
-        known = group.root_of(caller, root)
+        known = group.roots.of(caller, root)
         if parent == root:
             return known.node
         if len(parent) != KEY_BYTES:
             raise BadRequest(f"parent: need {KEY_BYTES} bytes, got {len(parent)}")
         node = group.index.find(parent)
-        if node != NONE and group.index.root_of(node) != known.node:
-            raise BadRequest("parent: belongs to another root")
-        return node
+        # Of another root: as unknown as one that nobody has.
+        return node if node != NONE and group.index.root_of(node) == known.node else NONE
 
     def snapshot(self, group: Group) -> Snapshot:
         """Everything readable now, for a new subscriber."""

@@ -25,7 +25,7 @@ from kvstore.errors import BadRequest, KVStoreError
 
 __all__ = ["COMMANDS", "app", "main"]
 
-# Commands in the order of the help. `name` lives in `kvstore/cli/name.py` as `name_command`.
+# Commands in the order of the help. `a-name` lives in `kvstore/cli/a_name.py` as `a_name_command`.
 COMMANDS = (
     "serve",
     "stop",
@@ -35,6 +35,7 @@ COMMANDS = (
     "calibrate",
     "check",
     "flush",
+    "audit-isolation",
     "demo",
     "token",
     "config",
@@ -72,7 +73,8 @@ def _application() -> cyclopts.App:
         print_error=False,
     )
     for order, name in enumerate(COMMANDS):
-        command = getattr(importlib.import_module(f"kvstore.cli.{name}"), f"{name}_command")
+        module = name.replace("-", "_")
+        command = getattr(importlib.import_module(f"kvstore.cli.{module}"), f"{module}_command")
         prose, examples = _told(command)
         app.command(command, name=name, sort_key=order, help=prose, help_epilogue=examples)
     return app

@@ -15,9 +15,12 @@ from cyclopts import Parameter
 
 from kvstore.cli.answers import say_json, say_text
 from kvstore.cli.options import AsJson, ConfigFile, SetFlags, load
-from kvstore.config import Config
+from kvstore.config import Config, SharedConfig, TenantConfig
 
 __all__ = ["config_command"]
+
+# Tables of which there are several, and the key that tells them apart.
+_NAMED_BY = {"tenants": "name", "shared": "group"}
 
 
 def config_command(
@@ -64,9 +67,9 @@ def _entries(settings: Config) -> list[tuple[str, str, Any]]:
             values = msgspec.to_builtins(table)
             entries += [(field.name, key, value) for key, value in values.items()]
         else:
-            for tenant in table:
-                rest = {k: v for k, v in msgspec.to_builtins(tenant).items() if k != "name"}
-                entries.append((field.name, tenant.name, rest))
+            for entry in table:
+                values = msgspec.to_builtins(entry)
+                entries.append((field.name, values.pop(_NAMED_BY[field.name]), values))
     return entries
 
 
@@ -75,7 +78,8 @@ def _origins(file: Path | None, overrides: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     if file is not None:
         for table, keys in tomllib.loads(file.read_text()).items():
-            names = keys if isinstance(keys, dict) else [entry["name"] for entry in keys]
+            called = _NAMED_BY.get(table, "")
+            names = keys if isinstance(keys, dict) else [entry.get(called, "default") for entry in keys]
             found |= {f"{table}.{name}": str(file) for name in names}
     for variable in os.environ:
         if variable.startswith("KVSTORE_") and "__" in variable:
@@ -101,15 +105,23 @@ def _default_file() -> str:
     lines = ["# kvstore.toml: every key with its default. Flags and environment win over this file."]
     for table in dict.fromkeys(table for table, _, _ in _entries(Config())):
         values = [(key, value) for name, key, value in _entries(Config()) if name == table]
-        if table == "tenants":
-            lines += ["", "# [[tenants]]", *(f'# name = "{name}"' for name, _ in values[:1])]
-            lines += [f"# {key} = {_toml(key, value)}" for key, value in values[0][1].items()]
+        if table in _NAMED_BY:
             continue
-        said = _explanations(type(getattr(Config(), table)))
-        lines += ["", f"[{table}]"]
-        for key, value in values:
-            lines += [f"# {said.get(key, '')}".rstrip(), f"# {key} = {_toml(f'{table}.{key}', value)}"]
+        lines += ["", f"[{table}]", *_explained(type(getattr(Config(), table)), table, dict(values))]
+    tenant, shared = TenantConfig(name="default"), SharedConfig()
+    lines += ["", "# [[tenants]]", *_explained(TenantConfig, "tenants", msgspec.to_builtins(tenant))]
+    # Indented: by default there is none.
+    said = _explained(SharedConfig, "shared", msgspec.to_builtins(shared))
+    lines += ["", "#   [[shared]]", *(line.replace("# ", "#   ", 1) for line in said)]
     return "\n".join(lines)
+
+
+def _explained(kind: type, table: str, values: dict[str, Any]) -> list[str]:
+    said = {name: text for base in reversed(kind.__mro__) for name, text in _explanations(base).items()}
+    lines = []
+    for key, value in values.items():
+        lines += [f"# {said.get(key, '')}".rstrip(), f"# {key} = {_toml(f'{table}.{key}', value)}"]
+    return lines
 
 
 def _explanations(table: type) -> dict[str, str]:

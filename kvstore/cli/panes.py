@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.cli.price_pane import prices
+from kvstore.cli.quota_pane import quotas
 from kvstore.cli.units import (
     count_text,
     duration_text,
@@ -55,6 +56,8 @@ def pane(report: Report, place: str) -> RenderableType:
         parts += [_disk(group["nvme"])] if group.get("nvme") else []
         known = prices(group.get("pricing"))
         parts += [known] if known is not None else []
+        bound = quotas(group.get("quotas"))
+        parts += [bound] if bound is not None else []
         parts.append(_rates(group))
     return Group(*parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated
@@ -47,6 +48,9 @@ def serve_command(
     runner = asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(LookingSelector()))
     with _arena_bar() as progress, runner:
         runner.run(serve(settings, progress=progress))
+    # Calls leave circles of references behind, and native code tells of whatever is still there at the exit.
+    gc.unfreeze()
+    gc.collect()
 
 
 def _arena_bar() -> AbstractContextManager[ShowProgress | None]:

@@ -8,7 +8,6 @@ plain bytes. Unknown keys are errors.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,8 @@ from kvstore.config.tables import (
     NvmeConfig,
     PlanConfig,
     Table,
-    TenantConfig,
 )
+from kvstore.config.tenancy import Quota, SharedConfig, TenantConfig, check_tenants, user_ids
 from kvstore.errors import ConfigError
 
 __all__ = [
@@ -44,12 +43,14 @@ __all__ = [
     "NvmeConfig",
     "Origin",
     "PlanConfig",
+    "Quota",
     "Salts",
+    "SharedConfig",
     "TenantConfig",
+    "user_ids",
 ]
 
 _ENV_PREFIX = "KVSTORE_"
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Config(Table, frozen=True, dict=True):
     nvme: NvmeConfig = NvmeConfig()
     plan: PlanConfig = PlanConfig()
     tenants: tuple[TenantConfig, ...] = (TenantConfig(name="default"),)
+    shared: tuple[SharedConfig, ...] = ()
 
     @staticmethod
     def load(
@@ -152,6 +154,7 @@ def _tables() -> dict[str, type[msgspec.Struct]]:
         "nvme": NvmeConfig,
         "plan": PlanConfig,
         "tenants": TenantConfig,
+        "shared": SharedConfig,
     }
 
 
@@ -174,18 +177,7 @@ def _checked(config: Config) -> Config:
     config.metrics.check()
     config.plan.check()
     config.grpc.check()
-    _check_tenants(config.tenants)
+    user_ids(config.daemon.admins.split(","), "daemon.admins")
+    check_tenants(config.tenants, config.shared)
     config.nvme.check(config.groups())
     return config
-
-
-def _check_tenants(tenants: Sequence[TenantConfig]) -> None:
-    if not tenants:
-        raise ConfigError("tenants: need at least one")
-    names = [tenant.name for tenant in tenants]
-    for tenant in tenants:
-        for field, value in (("name", tenant.name), ("group", tenant.group)):
-            if not _NAME.fullmatch(value):
-                raise ConfigError(f"tenants.{field}: {value!r:.80} needs 1 to 64 of A–Z a–z 0–9 _ . -")
-        if names.count(tenant.name) > 1:
-            raise ConfigError(f"tenants.name: {tenant.name} appears twice")

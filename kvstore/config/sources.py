@@ -82,8 +82,8 @@ def assign(merged: dict[str, Any], path: str, value: str, origin: str) -> None:
     table, dot, key = path.partition(".")
     if not dot or "." in key:
         raise ConfigError(f"{origin}: need a key of the form table.key, got {path!r}")
-    if table == "tenants":
-        raise ConfigError(f"{origin}: tenants are set in the file only")
+    if table in ("tenants", "shared"):
+        raise ConfigError(f"{origin}: {table} are set in the file only")
     inner = merged.setdefault(table, {})
     if not isinstance(inner, dict):
         raise ConfigError(f"{table}: must be a table")
@@ -96,9 +96,9 @@ def parse_units(merged: dict[str, Any]) -> None:
     Raises:
         ConfigError: one is neither.
     """
-    for table, inner in merged.items():
-        if isinstance(inner, dict):
-            for key, value in inner.items():
+    for table, found in merged.items():
+        for inner in found if isinstance(found, list) else [found]:
+            for key, value in inner.items() if isinstance(inner, dict) else ():
                 if key.endswith(_SIZES) and value not in _NO_SIZE.get(key, ()):
                     inner[key] = parse_bytes(value, f"{table}.{key}")
                 elif key == "socket_mode" and isinstance(value, str):

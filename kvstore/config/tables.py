@@ -9,7 +9,7 @@ import msgspec
 
 from kvstore.errors import ConfigError
 from kvstore.intent import MODES
-from kvstore.types import PAGE_BYTES, Reuse
+from kvstore.types import PAGE_BYTES
 
 __all__ = [
     "RANGES",
@@ -22,7 +22,6 @@ __all__ = [
     "NvmeConfig",
     "PlanConfig",
     "Table",
-    "TenantConfig",
 ]
 
 # One is filled, one is next, one is emptied, and one must be left to find anything in.
@@ -62,6 +61,11 @@ class DaemonConfig(Table, frozen=True):
         keep_arena: a holder process, or systemd's descriptor store, keeps arenas for the next daemon.
         keep_arena_s: how long the holder waits for one.
         state_dir: directory for what the daemon learns and keeps across restarts; empty = nothing is kept.
+        admins: names or ids of the machine's users, separated by commas, whose tools may ask for its state,
+            check and flush it; empty = all whom `socket_mode` lets in. Root and the daemon's own user always
+            may.
+        lookup_time_s: a lookup is answered so long after it came at the earliest, whatever it found; 0 = at
+            once.
     """
 
     socket: str = msgspec.field(default_factory=default_socket)
@@ -78,6 +82,8 @@ class DaemonConfig(Table, frozen=True):
     keep_arena: bool = False
     keep_arena_s: float = 600.0
     state_dir: str = ""
+    admins: str = ""
+    lookup_time_s: float = 0.0
 
 
 class HostConfig(Table, frozen=True):
@@ -128,9 +134,12 @@ class MetricsConfig(Table, frozen=True):
 
     Attributes:
         listen: `host:port` ([::1]:port for IPv6, port 0 = any free one) or `unix:/path`; empty = not served.
+        tenants: what labels call them: names, digests (that tell nothing of the names), or none (all are
+            one).
     """
 
     listen: str = ""
+    tenants: str = "names"
 
     @property
     def socket_path(self) -> str:
@@ -152,7 +161,9 @@ class MetricsConfig(Table, frozen=True):
         return host.removeprefix("[").removesuffix("]"), int(port)
 
     def check(self) -> None:
-        """Raises ConfigError unless `listen` is empty or an address."""
+        """Raises ConfigError unless `listen` is empty or an address, and `tenants` a word of the above."""
+        if self.tenants not in ("names", "digests", "none"):
+            raise ConfigError(f"metrics.tenants: need names, digests or none, got {self.tenants!r:.40}")
         if len(self.socket_path.encode()) > 107:  # sockaddr_un
             raise ConfigError(
                 "metrics.listen: a Unix socket's path has at most 107 bytes (the kernel's limit)"
@@ -296,20 +307,6 @@ class PlanConfig(Table, frozen=True):
             raise ConfigError(f"plan.mode: need one of {', '.join(MODES)}, got {self.mode!r:.40}")
 
 
-class TenantConfig(Table, frozen=True):
-    """[[tenants]]
-
-    Attributes:
-        name: letters, digits, `_.-`.
-        group: trust group = arena = fault domain; its members may share.
-        reuse: the most this tenant's requests may ask for: none, own or group.
-    """
-
-    name: str
-    group: str = "default"
-    reuse: Reuse = Reuse.OWN
-
-
 # key → (least, most); limits with their reason beside them.
 RANGES: dict[str, tuple[float, float]] = {
     "daemon.heartbeat_s": (0.05, 60),
@@ -321,6 +318,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "daemon.leases_max": (1, 1 << 24),
     "daemon.self_check_s": (0, 86_400),
     "daemon.socket_mode": (0, 0o777),
+    "daemon.lookup_time_s": (0, 20),
     "host.capacity_bytes": (2 << 20, 1 << 44),  # slot ids are 32-bit page numbers: 16 TiB
     "host.slab_bytes": (2 << 20, 1 << 30),  # no slab may cross a 1 GiB registration border
     "host.threads": (0, 256),  # native/src/arena.cc: kThreadsMax

@@ -61,6 +61,7 @@ class Refusal(enum.StrEnum):
     QUEUE = "queue"  # the disk is behind: nvme.write_queue_bytes
     DISK = "disk"  # the disk refuses
     SIZE = "size"  # it fits no segment, or what it continues is not there
+    QUOTA = "quota"  # its tenant has as much as it may
 
 
 @dataclass(frozen=True, slots=True)

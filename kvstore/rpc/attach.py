@@ -79,6 +79,10 @@ def caller_of(store: Store, ask: Attach, session: int) -> tuple[Caller, dict[str
     # nobody wrote.
     if engine.namespace != namespace:
         raise Refused(f"engine: {engine_id.hex()} has another layout or namespace; its processes share one")
+    # Who has joined an engine may publish and abort what its other processes reserve.
+    beside = [group.callers[number] for number in engine.sessions if number in group.callers]
+    if any(set(other.tenants) != set(ask.tenants) for other in beside):
+        raise Refused("engine: its processes name the same tenants, all of them")
     roots = store.roots(group, ask.tenants, namespace)
     allowed = frozenset(key for by_reuse in roots.values() for key in by_reuse.values())
     shape = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes)

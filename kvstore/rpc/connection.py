@@ -20,6 +20,8 @@ RECEIVED_BYTES = 256 << 10
 _FRAMES_PER_TURN = 16
 # Replies a client has not read; beyond this it is not reading at all.
 _UNSENT_BYTES_MAX = 8 << 20
+# Answers that wait for their time.
+_HELD_MAX = 4096
 
 
 class Connection:
@@ -49,6 +51,8 @@ class Connection:
         self._on_closed = on_closed
         self._in = bytearray()
         self._out = bytearray()
+        self._held: dict[int, asyncio.TimerHandle] = {}
+        self._last_held = 0
         self._turn_pending = False
         self._last_words = False
         self.closed = False
@@ -75,6 +79,18 @@ class Connection:
             if len(self._out) > _UNSENT_BYTES_MAX:
                 self.close(f"client does not read: {len(self._out)} bytes wait")
 
+    def later(self, after_s: float, act: Callable[[], None]) -> None:
+        """Do something on the loop after a while, if the connection is still there then."""
+        if len(self._held) >= _HELD_MAX:
+            self.close(f"client does not wait: {_HELD_MAX} answers are held back for it")
+            return
+        self._last_held += 1
+        self._held[self._last_held] = self._loop.call_later(after_s, self._act, self._last_held, act)
+
+    def _act(self, number: int, act: Callable[[], None]) -> None:
+        del self._held[number]
+        act()
+
     def close(self, reason: str, *, after_sending: bool = False) -> None:
         """Close now, or as soon as what waits has been sent."""
         if self.closed:
@@ -88,6 +104,9 @@ class Connection:
         self._loop.remove_reader(fd)
         self._loop.remove_writer(fd)
         self._sock.close()
+        for timer in self._held.values():
+            timer.cancel()
+        self._held.clear()
         self._on_closed(reason)
 
     def _readable(self) -> None:

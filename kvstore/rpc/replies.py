@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import _native
-from kvstore.block_tables import Demotion
+from kvstore.block_tables import Demotion, Table
 from kvstore.callers import Caller
 from kvstore.errors import STATUS, BadRequest, KVStoreError
 from kvstore.explaining import Memory, explain
@@ -16,7 +16,7 @@ from kvstore.group import Group
 from kvstore.rpc import messages as m
 from kvstore.store import Match, Store
 
-__all__ = ["as_keys", "as_numbers", "explained", "failed", "found", "orders"]
+__all__ = ["acquired", "as_keys", "as_numbers", "explained", "failed", "found", "held_s", "orders"]
 
 
 def as_numbers(raw: bytes, field: str) -> NDArray[np.uint32]:
@@ -53,6 +53,16 @@ def found(match: Match) -> m.Found:
     )
 
 
+def held_s(store: Store, body: m.Reply, began_s: float) -> float:
+    """How long the reply to a question of `began_s` waits: until `daemon.lookup_time_s` is over.
+
+    Whatever was found: so its time tells nothing of why it is a miss, or a short match: nobody has the
+    blocks, they are another tenant's, they went just now, or the tenant asks too often.
+    """
+    least_s = store.config.daemon.lookup_time_s
+    return began_s + least_s - store.clock.now() if least_s and isinstance(body, m.Found) else 0.0
+
+
 def explained(store: Store, caller: Caller | None, request: str) -> m.Explained:
     """The story of a request that this caller may hear; None = a tool, which may hear everything.
 
@@ -68,6 +78,15 @@ def explained(store: Store, caller: Caller | None, request: str) -> m.Explained:
 def _doubted(group: Group) -> dict[str, str]:
     trusts = group.pricing.trusts.items()
     return {f"{source.tier} {source.name}".rstrip(): trust.doubt for source, trust in trusts if trust.doubt}
+
+
+def acquired(table: Table, asked: int) -> m.Acquired:
+    """The answer to an acquire for the lease `asked`, 0 = none."""
+    lease = table.lease.id if len(table.lease.table) or asked else 0
+    load = (table.load_start, table.load_stop)
+    return m.Acquired(
+        lease, table.added.tobytes(), table.device, load, table.runs, orders(table.demotions), table.busy
+    )
 
 
 def orders(demotions: tuple[Demotion, ...]) -> list[m.Demote]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,7 @@ from kvstore.intent import Intent
 from kvstore.rpc import messages as m
 from kvstore.rpc.attach import Proof, caller_of, check_hello
 from kvstore.rpc.connection import Connection, framed
-from kvstore.rpc.replies import as_keys, as_numbers, explained, failed, found, orders
+from kvstore.rpc.replies import acquired, as_keys, as_numbers, explained, failed, found, held_s, orders
 from kvstore.rpc.request_log import RequestLog
 from kvstore.rpc.timings import record
 from kvstore.status import status
@@ -105,8 +106,11 @@ class Session:
                 frame.id, KVStoreError(f"internal error: {type(error).__name__}; see the daemon's log")
             )
             return
-        self._reply(frame.id, body, fds)
         self.requests.ended(self.who, frame.id, frame.body, body, began_s)
+        if (wait_s := held_s(self.store, body, began_s)) > 0 and self.connection is not None:
+            self.connection.later(wait_s, partial(self._reply, frame.id, body))
+        else:
+            self._reply(frame.id, body, fds)
 
     def _answer(self, frame: m.RequestFrame) -> m.Reply | None:
         """The reply, or None when it comes later."""
@@ -116,6 +120,7 @@ class Session:
         kind = type(body)
         if self.caller is not None or self.tool:
             if kind in _LATER:
+                self.store.tenants.check_admin(self.peer.uid)
                 _LATER[kind](self, frame.id)
                 return None
             if kind in _FOR_ALL:
@@ -162,10 +167,12 @@ class Session:
         check_hello(ask)
         daemon = self.store.config.daemon
         if ask.role == "tool":
+            self.store.tenants.check_admin(self.peer.uid)
             self.tool = True
             return m.Attached(
                 self.store.epoch, self.number, b"", {}, 0, _native.KEYS_MAX, daemon.heartbeat_s, 0
             ), ()
+        self.store.tenants.check_user(ask.tenants, self.peer.uid)
         caller, roots = caller_of(self.store, ask, self.number)
         self.peer.attached(caller)  # first: it may refuse
         engines.attach(caller)
@@ -298,12 +305,7 @@ class Session:
     # ---- device pool -------------------------------------------------------------------------------------
 
     def _acquire(self, caller: Caller, body: m.Acquire) -> m.Acquired:
-        table = block_tables.acquire(caller, body.lease, body.blocks)
-        lease = table.lease.id if len(table.lease.table) or body.lease else 0
-        load = (table.load_start, table.load_stop)
-        return m.Acquired(
-            lease, table.added.tobytes(), table.device, load, table.runs, orders(table.demotions), table.busy
-        )
+        return acquired(block_tables.acquire(caller, body.lease, body.blocks), body.lease)
 
     def _commit(self, caller: Caller, body: m.Commit) -> m.Committed:
         keys = as_keys(body.keys)
@@ -340,7 +342,7 @@ class Session:
         return m.Quieted(caller.group.fillings.last_token)
 
     def _status(self, _: m.Status) -> m.StatusReport:
-        return m.StatusReport(json.dumps(status(self.store)))
+        return m.StatusReport(json.dumps(status(self.store, self.caller)))
 
     def _explain(self, body: m.Explain) -> m.Explained:
         return explained(self.store, self.caller, body.request)

@@ -68,6 +68,10 @@ class Offers:
         self._admission = admission
         self._clock = clock
         self.queue_bytes_max = queue_bytes_max
+        self.may_write: Callable[[int, int], bool] = _may
+        """Whether so many bytes of the chain with this node could be within the quota of whose they are."""
+        self.wrote: Callable[[int, int], bool] = _may
+        """They were admitted: pay for them. False: the quota has no room after all."""
         self._waiting: deque[Chain] = deque()
         self._first = 0  # number of the first that waits
         self._then: deque[tuple[int, Callable[[], None]]] = deque()
@@ -122,8 +126,14 @@ class Offers:
             if self._host.leading(part) < len(part):  # evicted while it waited
                 self.refuse(chain, Refusal.QUEUE)
                 return True
+            if not self.may_write(int(part[0]), len(part) * size):
+                self.refuse(chain, Refusal.QUOTA)
+                return True
             if not self._admits(chain, part):
                 return True  # what follows would have nothing to continue
+            if not self.wrote(int(part[0]), len(part) * size):
+                self._admission.give_back(Refusal.QUOTA, len(part), len(part) * size)
+                return True
             self._writes.add(part, chain.shape)
             chain.rest = chain.rest[len(part) :]
         return True
@@ -142,3 +152,8 @@ class Offers:
         if chain.rest is not None and len(chain.rest):
             self._admission.refused(reason, len(chain.rest), len(chain.rest) * chain.shape.slot_bytes)
             self.history.offered(chain.rest, reused=chain.reused, admitted=False)
+
+
+def _may(_: int, __: int) -> bool:
+    """Nobody has a quota."""
+    return True

@@ -98,7 +98,7 @@ class NvmeTier:
         self.dropping = asyncio.Lock()
         """Held by whoever writes down what was dropped: one at a time."""
         self._writes = DiskWrites(memory, host)
-        self._offers = Offers(host, self._writes, admission, clock, self._queue_bytes_max())
+        self.offers = Offers(host, self._writes, admission, clock, self._queue_bytes_max())
         self.alarms = Alarms(clock)
         self._promotions = Promotions(memory, host, clock, fill_stall_s, self.alarms)
         self._promotions.set_limits(config.limit_bytes_per_s, config.added_latency_s)
@@ -148,7 +148,7 @@ class NvmeTier:
     @property
     def memory_bytes(self) -> int:
         """What its tables take."""
-        return self._disk.memory_bytes + self._offers.history.memory_bytes
+        return self._disk.memory_bytes + self.offers.history.memory_bytes
 
     def keys(self) -> NDArray[np.uint8]:
         """(n, 32) keys of every readable block. Walks everything: for snapshots."""
@@ -222,7 +222,7 @@ class NvmeTier:
     def touch(self, nodes: U32) -> bool:
         """A chain, from its first block on, was used now. True: some of it was not let in; offer it again."""
         self._disk.touch(nodes)
-        hits = self._offers.history.hit(nodes)
+        hits = self.offers.history.hit(nodes)
         self.admission.hit(hits)
         refused = hits.first + hits.again - hits.first_admitted - hits.again_admitted
         now_s = self._clock.now()
@@ -240,9 +240,9 @@ class NvmeTier:
         """
         chain = Chain(node, shape, seconds_per_block, reused)
         if self.trouble:
-            self._offers.refuse(chain, Refusal.DISK)
+            self.offers.refuse(chain, Refusal.DISK)
         else:
-            self._offers.add(chain)
+            self.offers.add(chain)
 
     def _queue_bytes_max(self) -> int:
         # What waits cannot be evicted: a quarter of HOST at most, whatever the configuration says.
@@ -250,7 +250,7 @@ class NvmeTier:
 
     def flush(self, answer: Callable[[Flushed], None]) -> None:
         """Call `answer` when what was offered by now is on the medium, was refused, or cannot be written."""
-        self._offers.when_decided(lambda: self._writes.flush(answer))
+        self.offers.when_decided(lambda: self._writes.flush(answer))
 
     # ---- reading -----------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class NvmeTier:
             elif event.error and event.kind != "read":  # one bad sector is no reason to leave the disk alone
                 self._fail(event.error)
         self._writes.go_on()
-        self._offers.go_on()
+        self.offers.go_on()
         self._promotions.go_on()
         self.on_change()
 
@@ -330,7 +330,7 @@ class NvmeTier:
         self.trouble = reason
         self._writes.give_up_waiting()
         self._give_back(Refusal.DISK, self._writes.take_failed())
-        self._offers.refuse_all(Refusal.DISK)
+        self.offers.refuse_all(Refusal.DISK)
 
     def tick(self) -> None:
         """Time has passed: end promotions that stall, try a disk again that was left alone."""
@@ -375,14 +375,14 @@ class NvmeTier:
     def reconfigure(self, config: NvmeConfig) -> None:
         """Limits of a reloaded configuration hold from now on."""
         self.config = config
-        self._offers.queue_bytes_max = self._queue_bytes_max()
+        self.offers.queue_bytes_max = self._queue_bytes_max()
         self.admission.set_budget(config.budget_bytes_per_day, self._clock.now())
         self._promotions.set_limits(config.limit_bytes_per_s, config.added_latency_s)
 
     def close(self, timeout_s: float) -> None:
         """Seal what is being filled, if the time allows; end every promotion."""
         self._promotions.close()
-        self._offers.refuse_all(Refusal.QUEUE)
+        self.offers.refuse_all(Refusal.QUEUE)
         self._disk.close(timeout_s)
         self._directory.close()
         self.on_change = self._promotions.on_due = _nothing  # no cycle keeps an arena mapped

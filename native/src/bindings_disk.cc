@@ -1,9 +1,12 @@
 // Python's view of the disk: DiskDirectory, DiskSurvey, DiskPool. The pool's owner is the daemon's loop; what
 // reads or waits for the disk (survey, close) releases the GIL.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
+
+#include <optional>
 
 #include "bindings.h"
 #include "disk_faulty.h"
@@ -193,6 +196,7 @@ nb::dict pool_dropped(DiskPoolHandle& self) {
   out["evicted"] = d.evicted;
   out["reinserted"] = d.reinserted;
   out["over_budget"] = d.over_budget;
+  out["over_limit"] = d.over_limit;
   out["rot"] = d.rot;
   out["lost"] = d.lost;
   out["events_lost"] = d.events_lost;
@@ -276,6 +280,22 @@ void bind_pool(nb::module_& m) {
       .def("resume", [](Self& self) { self.get().resume(); })
       .def("forget", [](Self& self, NodeId node) { return self.get().forget(node); }, "node"_a)
       .def("drop", [](Self& self, NodeId node) { return self.get().drop(node); }, "node"_a)
+      .def("claim", [](Self& self, NodeId root, Account account) { self.get().claim(root, account); }, "root"_a,
+           "account"_a)
+      .def(
+          "set_limit",
+          [](Self& self, Account account, std::optional<std::size_t> bytes) {
+            self.get().set_limit(account, bytes.value_or(kUnlimited));
+          },
+          "account"_a, "bytes"_a.none())
+      .def("used_bytes", [](const Self& self, Account account) { return self.get().usage().used(account); },
+           "account"_a)
+      .def(
+          "trim",
+          [](Self& self, Account account, std::size_t bytes, NodeId keep) {
+            return self.get().trim(account, bytes, keep);
+          },
+          "account"_a, "bytes"_a, "keep"_a = kNone)
       .def_prop_ro("mark",
                    [](const Self& self) {
                      const DiskPool::Mark mark = self.get().mark();

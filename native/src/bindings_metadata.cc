@@ -1,6 +1,9 @@
 // Python's view of the metadata: Index, HostPool, DevicePool. One thread owns all of it, so nothing here
 // releases the GIL; every call is bounded by kKeysMax.
+#include <nanobind/stl/optional.h>
+
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "bindings.h"
@@ -108,6 +111,7 @@ nb::dict host_dropped(HostPool& pool) {
   out["orphaned"] = d.orphaned;
   out["lost"] = d.lost;
   out["no_room"] = d.no_room;
+  out["over_limit"] = d.over_limit;
   out["rot"] = d.rot;
   out["events_lost"] = d.events_lost;
   return out;
@@ -139,7 +143,8 @@ void bind_host_pool(nb::module_& m) {
       .def_prop_ro("slots", [](const Reserved& r) { return vector_result(r.slots); })
       .def_ro("filled", &Reserved::filled)
       .def_ro("elsewhere", &Reserved::elsewhere)
-      .def_ro("dropped", &Reserved::dropped);
+      .def_ro("dropped", &Reserved::dropped)
+      .def_ro("over_limit", &Reserved::over_limit);
   nb::class_<HostPool>(m, "HostPool")
       .def(
           "__init__",
@@ -175,6 +180,15 @@ void bind_host_pool(nb::module_& m) {
       .def("drop", &HostPool::drop, "node"_a)
       .def("forget", &HostPool::forget, "node"_a)
       .def("evict", &HostPool::evict, "format"_a, "slots"_a)
+      .def("claim", &HostPool::claim, "root"_a, "account"_a)
+      .def(
+          "set_limit",
+          [](HostPool& p, Account account, std::optional<std::size_t> bytes) {
+            p.set_limit(account, bytes.value_or(kUnlimited));
+          },
+          "account"_a, "bytes"_a.none())
+      .def("settle_lanes", &HostPool::settle_lanes)
+      .def("used_bytes", [](const HostPool& p, Account account) { return p.usage().used(account); }, "account"_a)
       .def("take_removed", [](HostPool& p) { return keys_result(p.take_removed()); })
       .def("take_dropped", &host_dropped)
       .def_prop_ro("capacity_slots", &HostPool::capacity_slots)

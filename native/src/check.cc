@@ -70,7 +70,13 @@ void Checker::slot(std::uint32_t slab, std::uint32_t index) {
     if (r.node != kNone) broken("pool: slot", id, "FREE but names a node");
     return;
   }
-  used_bytes_ += pool.slabs_.slot_bytes(pool.slabs_.class_of(slab));
+  const std::size_t bytes = pool.slabs_.slot_bytes(pool.slabs_.class_of(slab));
+  used_bytes_ += bytes;
+  if (sum_ == nullptr || r.root != sum_root_) {  // neighbours mostly have one root
+    sum_ = &bytes_[r.root];
+    sum_root_ = r.root;
+  }
+  *sum_ += bytes;
   if (!index_.live(r.node)) broken("pool: slot", id, "its node does not exist");
   if (r.node < ids_) ++refs_[r.node], ++held_[r.node];
   const ControlEntry& control = pool.arena_->control(id);
@@ -179,8 +185,12 @@ void Checker::bytes(NodeId id, const Node& n) const {
   const Slabs::Spot spot = host_->slabs_.locate(n.host_slot);
   if (spot.slab == kNone || host_->records_[spot.slab][spot.index].node != id)
     broken("pool: node", id, "names a slot not its own");
-  if (n.host_refs == 1 && host_->policy_.queue_of(id) != host_->slabs_.class_of(spot.slab))
-    broken("pool: node", id, "may leave but is in no queue of its class");
+  const Node& up = index_.node(n.parent);
+  const NodeId root = host_->records_[spot.slab][spot.index].root;
+  const NodeId expected = up.depth == 0 ? n.parent : up.host_slot != kNone ? host_->record(up.host_slot).root : root;
+  if (root != expected) broken("pool: node", id, "paid for by another root than the block above it");
+  if (n.host_refs == 1 && host_->policy_.queue_of(id) != host_->queue_of(n.host_slot))
+    broken("pool: node", id, "may leave but is not in the queue of its lane and class");
 }
 
 // ---- counts ----------------------------------------------------------------------------------------------
@@ -213,6 +223,7 @@ void Checker::sums() const {
   if (by_state_[0] != c.free || by_state_[1] != c.filling || by_state_[2] != c.ready || by_state_[3] != c.draining)
     throw Broken("pool: slot counts by state are off");
   if (used_bytes_ != host_->used_bytes_) throw Broken("pool: used_bytes is off");
+  host_->usage_.check(bytes_);
   if (newest_fills_ != host_->fills_.size()) throw Broken("pool: a node without FILLING slots is listed as filled");
 }
 

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <unordered_map>
 
 #include "types.h"
 #include "zeroed.h"
@@ -60,6 +61,9 @@ class Checker {
   std::uint32_t slab_ = 0, at_ = 0;  // next slot; next holder of places_[slab_]; next node
   Zeroed<std::uint32_t> children_, held_, refs_;  // (ids_,) as counted
   std::size_t by_state_[4] = {}, used_bytes_ = 0, newest_fills_ = 0;
+  std::unordered_map<NodeId, std::size_t> bytes_;  // root -> bytes of its slots
+  std::size_t* sum_ = nullptr;                     // those of sum_root_
+  NodeId sum_root_ = kNone;
   std::size_t live_ = 0, roots_ = 0, pins_ = 0, pinned_ = 0;
 };
 

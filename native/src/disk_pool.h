@@ -67,6 +67,7 @@
 #include "fd.h"
 #include "index.h"
 #include "mover.h"
+#include "usage.h"
 #include "zeroed.h"
 
 namespace kv {
@@ -139,6 +140,15 @@ class DiskPool final : public Place {
   // Bytes nobody wants any more, together with all below: O(what is there). False if there were none. They are gone
   // for good only when their segment is: see forget() of the store for what a restart may bring back.
   bool forget(NodeId node);
+  // Whose a root is, and how many bytes of records an account may have. Nothing is refused here: see trim().
+  void claim(NodeId root, Account account);
+  void set_limit(Account account, std::size_t bytes) { usage_.set_limit(account, bytes); }
+  const Usage& usage() const noexcept { return usage_; }
+  // Forgets blocks of an account, leaves first, until it could have `bytes` more within its limit: those of the oldest
+  // segments first, and what was used since it was written only when nothing else is left. What is pinned stays, and
+  // what is above `keep`. Looks at one slice of records in a call; true when there is room.
+  bool trim(Account account, std::size_t bytes, NodeId keep = kNone);
+
   // Where the log stands: all records made so far lie before it, every later one at or behind it.
   struct Mark {
     std::uint64_t sequence = 0;  // of a segment
@@ -227,6 +237,12 @@ class DiskPool final : public Place {
     bool failed = false;               // because the disk refused
   };
   enum class For : std::uint8_t { kSave, kMove };
+  struct Trimming {            // how far trim() has come with an account
+    std::uint64_t after = 0;   // segments up to this sequence hold nothing more to take
+    std::uint32_t seen = 0;    // records of the one behind it, from its end
+    bool found = false;        // something, in this round
+    bool used_too = false;
+  };
 
   // disk_pool.cc
   void require_open() const;
@@ -255,6 +271,9 @@ class DiskPool final : public Place {
   void kill(NodeId node);
   void lose(NodeId node, std::size_t& count);
   bool kill_tree(NodeId top, std::size_t& count, std::size_t& steps);
+
+  // disk_pool_trim.cc
+  std::uint32_t next_written(std::uint64_t after) const noexcept;
 
   // disk_pool_write.cc
   void require_blocks(std::span<const NodeId> nodes, std::span<const SlotId> slots, const SlotFormat& format) const;
@@ -336,6 +355,8 @@ class DiskPool final : public Place {
 
   DiskNodes nodes_;
   DiskFormats formats_;
+  Usage usage_;  // records, copies of an evacuation not counted
+  std::unordered_map<Account, Trimming> trimming_;
   std::vector<DiskSegment> segments_;                       // by position in the directory
   std::array<std::set<std::uint32_t>, kSegmentStates> in_;  // positions by state
   std::uint32_t filling_ = kNone;

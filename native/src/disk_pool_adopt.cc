@@ -132,6 +132,7 @@ NodeId DiskPool::take_up(RecordRef ref, const FooterEntry& entry, DiskAdopted& o
   nodes_.place(node, ref, OnDisk::kReadable);
   ++readable_;
   live_bytes_ += entry.format.slot_bytes();
+  usage_.add(index_.root_of(node), entry.format.slot_bytes());
   return node;
 }
 

@@ -27,6 +27,7 @@ void DiskPool::check() const {
     throw Broken("disk: not exactly one segment is filled");
 
   std::size_t readable = 0, bytes = 0, writing = 0, held = 0;
+  std::unordered_map<NodeId, std::size_t> by_root;
   for (NodeId id = 0; id < std::min(nodes_.size(), index_.ids()); ++id) {
     nodes_.check(id);
     const OnDisk state = nodes_.state(id);
@@ -38,11 +39,13 @@ void DiskPool::check() const {
     readable += state == OnDisk::kReadable;
     bytes += state == OnDisk::kReadable ? format_of(ref).slot_bytes() : 0;
     writing += state != OnDisk::kReadable;
+    by_root[index_.root_of(id)] += format_of(ref).slot_bytes();
     held += state == OnDisk::kHeld;
     if ((state == OnDisk::kHeld) != held_.contains(id)) unlawful("node", id, "waits, or is said to, and not both");
   }
   if (readable != readable_ || bytes != live_bytes_ || writing != writing_ || held != held_.size())
     throw Broken("disk: the sums over records are off");
+  usage_.check(by_root);
 
   std::size_t open = 0, under_way = 0;
   for (const auto& [id, job] : jobs_) open += job.open;

@@ -48,6 +48,7 @@ struct DiskDropped {
   std::size_t evicted = 0;      // of evacuated segments, not used since they were written, and what was below them
   std::size_t reinserted = 0;   // of evacuated segments, written again
   std::size_t over_budget = 0;  // of evacuated segments, used, but more than reinsert_share or without room
+  std::size_t over_limit = 0;   // of an account that wanted room for others of its own
   std::size_t rot = 0;
   std::size_t lost = 0;         // could not be written or moved, or their parent's could not
   std::size_t events_lost = 0;  // keys that take_stored() and take_removed() do not tell of

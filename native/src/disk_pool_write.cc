@@ -73,7 +73,8 @@ DiskPool::Begun DiskPool::write(std::span<const NodeId> nodes, std::span<const S
   if (number == kNone) throw Invalid("format: more than " + std::to_string(DiskFormats::kMax) + " on one disk");
   nodes_.grow();
 
-  const Key& root = index_.node(index_.root_of(nodes[0])).key;
+  const NodeId top = index_.root_of(nodes[0]);
+  const Key& root = index_.node(top).key;
   Begun out;
   Job job;
   job.format = format;
@@ -88,6 +89,7 @@ DiskPool::Begun DiskPool::write(std::span<const NodeId> nodes, std::span<const S
     DiskRecord record{node, 0, arena_->control(slot).crc, static_cast<std::uint16_t>(number), false};
     const RecordRef ref = append(segment, record);
     nodes_.place(node, ref, OnDisk::kWriting);
+    usage_.add(top, format.slot_bytes());
     ++writing_;
     write_bytes_ += format.slot_bytes();
     orders.push_back({fd(segment), this->record(ref).page, header_of(node, root, ref), slot});

@@ -87,6 +87,7 @@ void DiskPool::publish(NodeId node) {
 // The node's own record dies. Below it nothing may wait for it.
 void DiskPool::kill(NodeId node) {
   const RecordRef ref = nodes_.ref(node);
+  usage_.take(index_.root_of(node), format_of(ref).slot_bytes());
   if (forgetting_) forgotten_ = std::max(forgotten_, Mark{segments_[ref.segment].sequence, record(ref).page + 1});
   if (nodes_.readable(node)) {
     --readable_;

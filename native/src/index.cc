@@ -251,13 +251,12 @@ Walk Index::walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t
     throw Invalid("root: this key is known as a block at depth " + std::to_string(nodes_[result.root].depth));
   result.deepest = result.root;
   const std::size_t deepest = last_known(positions, keys, result);
-  if (result.depth > 0 && climb(result.deepest, result) != result.root)
-    throw Invalid(at(deepest, positions[deepest]) + "this key is known under another root");
+  if (result.depth > 0) climb(result.deepest, result);
   // Ancestors are closed: every key before the deepest known one must be its ancestor. The climb has just
   // touched their nodes, so comparing keys is cheaper than finding them.
   for (std::size_t i = 0; result.depth > 0 && i < deepest; ++i)
     if (!(nodes_[result.nodes[positions[i]]].key == keys[i])) {
-      check_depth(find(keys[i]), i, positions[i]);
+      if (const NodeId other = find(keys[i]); under(other, result.root)) check_depth(other, i, positions[i]);
       throw Invalid(at(i, positions[i]) + "this key is not on the chain of the deepest known key");
     }
   const std::size_t next = result.depth > 0 ? deepest + 1 : 0;
@@ -266,7 +265,8 @@ Walk Index::walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t
 }
 
 // What is known of a chain is its beginning (ancestors are closed), so a few rounds of several keys each find
-// where that ends. The last keys come first: a conversation that grows ends there.
+// where that ends. The last keys come first: a conversation that grows ends there. A key that stands under another
+// root is as unknown as one that nobody has: whoever asks learns nothing of what others keep.
 std::size_t Index::last_known(std::span<const std::uint32_t> positions, std::span<const Key> keys,
                               Walk& walk) const {
   constexpr std::size_t kTail = 8, kWays = 16;
@@ -277,7 +277,7 @@ std::size_t Index::last_known(std::span<const std::uint32_t> positions, std::spa
     for (std::size_t i = start; i < unknown; i += step) some.push_back(keys[i]);
     const std::vector<NodeId> ids = find_all(some);
     std::size_t found = ids.size();
-    while (found > 0 && ids[found - 1] == kNone) --found;
+    while (found > 0 && !under(ids[found - 1], walk.root)) --found;
     if (found < ids.size()) unknown = start + found * step;
     if (found > 0) {
       known = start + (found - 1) * step + 1;

@@ -89,7 +89,8 @@ class Index {
   NodeId root(const Key& key);
   NodeId find(const Key& key) const noexcept;
   // positions ascending in [0, n), one key each. Invalid names a position that contradicts the tree, at or before
-  // the deepest known key; what comes after that is looked at only here and there (bisection).
+  // the deepest known key; what comes after that is looked at only here and there (bisection). Keys under another root
+  // are unknown.
   Walk walk(const Key& root, std::uint32_t n, std::span<const std::uint32_t> positions,
             std::span<const Key> keys) const;
   // keys_digest of the first `length` keys of a walk, whose nodes must still be there.
@@ -100,6 +101,9 @@ class Index {
     while (nodes_[id].depth != 0) id = nodes_[id].jump;
     return id;
   }
+
+  // Whether id, if it is a node at all, stands under this root.
+  bool under(NodeId id, NodeId root) const noexcept { return id != kNone && root_of(id) == root; }
 
   // Whether id is (still) the node of this key after parent.
   bool is(NodeId id, NodeId parent, const Key& key) const noexcept {

@@ -6,7 +6,7 @@
 // grow, so an entry never stands behind its true place. An id has at most one live entry, noted beside its
 // stamp; an entry left behind in another queue is stale, counted, and swept out before stale entries are
 // half of a heap: a heap holds at most 2 * ids + 64 entries whatever is touched. (The sweep is one pass, but no
-// request can cause it: a queue is a size class, and a node's class follows from its root.)
+// request can cause it: a node's queue follows from its root, whatever pool asks.)
 //
 // When not to use it: scans longer than the pool evict everything else (S3-FIFO or LRU-2 resist them).
 #pragma once
@@ -69,6 +69,11 @@ class Lru {
     return {};
   }
 
+  // A lower bound of the age of whatever oldest() would return; kNever when there is nothing. O(1).
+  std::uint64_t bound(std::size_t queue) const {
+    return queue >= queues_.size() || queues_[queue].heap.empty() ? kNever : queues_[queue].heap.front().stamp();
+  }
+
   // Takes out the victim that oldest() just returned: it is still at the top of its queue.
   void remove(std::uint32_t id) {
     std::uint64_t& word = word_of(id);
@@ -94,9 +99,9 @@ class Lru {
   }
 
  private:
-  // The word of an id: its stamp (56 bits: 2,000 years at a million touches a second) and, below it, the
+  // The word of an id: its stamp (48 bits: nine years at a million touches a second) and, below it, the
   // number + 1 of the queue with its live entry.
-  static constexpr unsigned kQueueBits = 8;
+  static constexpr unsigned kQueueBits = 16;
   static constexpr std::uint64_t kQueueMask = (1u << kQueueBits) - 1;
   static_assert(kQueuesMax < kQueueMask);
 

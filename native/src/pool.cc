@@ -67,8 +67,14 @@ void HostPool::move(SlotId slot, SlotState from, SlotState to) {
   --by_state_[static_cast<std::size_t>(from)];
   ++by_state_[static_cast<std::size_t>(to)];
   const std::size_t bytes = slabs_.slot_bytes(slabs_.class_of(slabs_.locate(slot).slab));
-  if (from == SlotState::kFree) used_bytes_ += bytes;
-  if (to == SlotState::kFree) used_bytes_ -= bytes;
+  if (from == SlotState::kFree) {
+    used_bytes_ += bytes;
+    usage_.add(r.root, bytes);
+  }
+  if (to == SlotState::kFree) {
+    used_bytes_ -= bytes;
+    usage_.take(r.root, bytes);
+  }
 }
 
 SlotId HostPool::hand_out(NodeId node, SlotId slot, const Filler& filler, const SlotFormat& format) {
@@ -76,6 +82,7 @@ SlotId HostPool::hand_out(NodeId node, SlotId slot, const Filler& filler, const 
   if (records_[slab].size() != slabs_.slots_in(slab)) records_[slab].assign(slabs_.slots_in(slab), Record{});
   Record& r = record(slot);
   r.node = node;
+  r.root = index_.root_of(node);
   r.since_s = filler.now_s;
   r.older = fills_.find(node);
   fills_.set(node, slot);
@@ -118,16 +125,37 @@ void HostPool::forget_fill(NodeId node, SlotId slot) {
 
 // ---- who may leave ---------------------------------------------------------------------------------------
 
-bool HostPool::candidate(NodeId node, std::size_t size_class) const noexcept {
+std::size_t HostPool::queue_of(SlotId slot) const {
+  const std::size_t lane = usage_.lanes() == 1 ? 0 : usage_.lane(record(slot).root);
+  return lane * kClassesMax + slabs_.class_of(slabs_.locate(slot).slab);
+}
+
+bool HostPool::candidate(NodeId node, std::size_t queue) const {
   const Node& n = index_.node(node);
-  return n.host_refs == 1 && n.host_slot != kNone &&
-         slabs_.class_of(slabs_.locate(n.host_slot).slab) == size_class;
+  return n.host_refs == 1 && n.host_slot != kNone && queue_of(n.host_slot) == queue;
 }
 
 void HostPool::offer_if_candidate(NodeId node) {
   const Node& n = index_.node(node);
-  if (n.host_refs == 1 && n.host_slot != kNone)
-    policy_.offer(node, slabs_.class_of(slabs_.locate(n.host_slot).slab));
+  if (n.host_refs == 1 && n.host_slot != kNone) policy_.offer(node, queue_of(n.host_slot));
+}
+
+// Whoever may leave stands in the queue where it is looked for now.
+void HostPool::settle_lanes() {
+  if (!std::exchange(lanes_moved_, false)) return;
+  for (const auto& slab : records_)
+    for (const Record& r : slab)
+      if (r.state == SlotState::kReady) offer_if_candidate(r.node);
+}
+
+void HostPool::claim(NodeId root, Account account) {
+  index_.require(root, "root");
+  if (index_.node(root).depth != 0) throw Invalid("root: node " + std::to_string(root) + " is none");
+  lanes_moved_ |= usage_.claim(root, account);
+}
+
+void HostPool::set_limit(Account account, std::size_t bytes) {
+  lanes_moved_ |= usage_.set_limit(account, bytes);
 }
 
 void HostPool::ref(NodeId node) {
@@ -165,21 +193,34 @@ void HostPool::unpinned(NodeId node) {
   }
 }
 
-Victim HostPool::oldest(std::size_t size_class) {
-  return policy_.oldest(size_class, [&](NodeId id) { return candidate(id, size_class); });
+Victim HostPool::oldest(std::size_t queue) {
+  return policy_.oldest(queue, [&](NodeId id) { return candidate(id, queue); });
 }
 
-// The class whose next victim is the oldest of all, or kClassesMax.
-std::size_t HostPool::oldest_class() {
-  std::size_t found = kClassesMax;
-  std::uint64_t age = 0;
-  for (std::size_t c = 0; c < slabs_.classes(); ++c) {
-    const Victim v = oldest(c);
-    if (v.id == kNone || (found != kClassesMax && v.age >= age)) continue;
-    found = c;
-    age = v.age;
+// The queue whose next victim is the oldest of all that are meant, or kQueuesMax. Bounds are cheap, some 5 ns a
+// queue; only the queue with the lowest is looked at, and that corrects its bound.
+std::size_t HostPool::oldest_queue(Among among) {
+  const bool any_lane = among.lane == kLanesMax, any_class = among.size_class == kClassesMax;
+  const std::size_t lane_stop = any_lane ? usage_.lanes() : among.lane + 1;
+  const std::size_t class_stop = any_class ? slabs_.classes() : among.size_class + 1;
+  for (;;) {
+    std::size_t found = kQueuesMax;
+    std::uint64_t least = kNever, second = kNever;
+    for (std::size_t lane = any_lane ? 0 : among.lane; lane < lane_stop; ++lane)
+      for (std::size_t c = any_class ? 0 : among.size_class; c < class_stop; ++c) {
+        const std::uint64_t bound = policy_.bound(lane * kClassesMax + c);
+        if (bound < least) {
+          second = least;
+          least = bound;
+          found = lane * kClassesMax + c;
+        } else if (bound < second) {
+          second = bound;
+        }
+      }
+    if (found == kQueuesMax) return kQueuesMax;
+    const Victim victim = oldest(found);
+    if (victim.id != kNone && victim.age <= second) return found;
   }
-  return found;
 }
 
 void HostPool::removed(NodeId node) {
@@ -202,22 +243,34 @@ void HostPool::evict_victim(NodeId node) {
 // classes, so the memory follows the use: a class that is used no longer gives its slabs away one by one,
 // and a new layout is never starved. An eviction in another class helps only once it empties a slab, hence
 // the bound; beyond it the class lives off its own leaves.
-SlotId HostPool::take_slot(std::size_t size_class, std::size_t& foreign_evictions) {
+SlotId HostPool::take_slot(std::size_t size_class, Evictions& evictions) {
   for (;;) {
     const SlotId slot = slabs_.take(size_class);
     if (slot != kNone) return slot;
-    std::size_t from = oldest_class();
-    if (from != size_class && from != kClassesMax && ++foreign_evictions > kForeignEvictionsMax) from = size_class;
-    const Victim victim = from == kClassesMax ? Victim{} : oldest(from);
-    if (victim.id == kNone) return kNone;
-    evict_victim(victim.id);
+    std::size_t from = oldest_queue({});
+    const bool foreign = from != kQueuesMax && from % kClassesMax != size_class;
+    if (foreign && ++evictions.foreign > kForeignEvictionsMax) from = oldest_queue({kLanesMax, size_class});
+    if (from == kQueuesMax) return kNone;
+    evict_victim(oldest(from).id);
   }
+}
+
+// Whether the root's account may have so many bytes more, once its own oldest blocks have made room for them. What a
+// lowered limit leaves too much leaves here, some thousands in one call.
+bool HostPool::make_own_room(NodeId root, std::size_t bytes, Evictions& evictions) {
+  if (!usage_.could_fit(root, bytes)) return false;  // never: nothing shall leave for it
+  while (!usage_.fits(root, bytes)) {
+    const std::size_t from = oldest_queue({usage_.lane(root), kClassesMax});
+    if (from == kQueuesMax || ++evictions.own > kForeignEvictionsMax) return false;
+    evict_victim(oldest(from).id);
+  }
+  return true;
 }
 
 bool HostPool::make_node_room() {
   for (std::size_t i = 0; index_.full() && i < kNodeEvictionsMax; ++i) {
-    const std::size_t from = oldest_class();
-    if (from == kClassesMax) return false;
+    const std::size_t from = oldest_queue({});
+    if (from == kQueuesMax) return false;
     evict_victim(oldest(from).id);
   }
   return !index_.full();
@@ -227,9 +280,9 @@ std::size_t HostPool::evict(const SlotFormat& format, std::size_t slots) {
   const std::size_t size_class = slabs_.find_class(format.slot_bytes());
   slots = std::min(slots, kKeysMax);
   for (std::size_t done = 0; done < slots; ++done) {
-    const Victim victim = size_class == kClassesMax ? Victim{} : oldest(size_class);
-    if (victim.id == kNone) return done;
-    evict_victim(victim.id);
+    const std::size_t from = size_class == kClassesMax ? kQueuesMax : oldest_queue({kLanesMax, size_class});
+    if (from == kQueuesMax) return done;
+    evict_victim(oldest(from).id);
   }
   return slots;
 }

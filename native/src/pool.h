@@ -11,6 +11,9 @@
 //   * one pin protects the bytes of the node and of *all* its ancestors, holes included;
 //   * a FILLING slot protects the whole chain it continues until it is published or aborted.
 //
+// Who makes room. Victims go in the order of their last use, whoever's they are. An account with a limit that has
+// reached it makes room among its own blocks, and takes none from others: see usage.h.
+//
 // Rot under a reader. drop() makes the bytes unmatchable at once. If no pinned node lies at or below the
 // node, nobody may be reading them and the slot is FREE; otherwise it is DRAINING until every node that was
 // pinned then has been seen without pins once: later readers cannot have been given the slot.
@@ -31,6 +34,7 @@
 #include "slabs.h"
 #include "survey.h"
 #include "types.h"
+#include "usage.h"
 
 namespace kv {
 
@@ -39,6 +43,7 @@ using Policy = Lru;  // the live eviction policy of every pool
 inline constexpr std::size_t kRemovedMax = std::size_t{1} << 20;       // keys kept for events: 32 MiB
 inline constexpr std::size_t kForeignEvictionsMax = 8192;  // of other classes in one call: bounds its pause
 inline constexpr std::size_t kNodeEvictionsMax = 64;       // tries to make room for one node
+static_assert(kLanesMax * kClassesMax <= kQueuesMax);
 
 // Which of the 16 transitions exist.
 bool slot_may_move(SlotState from, SlotState to) noexcept;
@@ -49,6 +54,7 @@ struct Reserved {
   std::size_t filled = 0;
   std::size_t elsewhere = 0;
   std::size_t dropped = 0;    // keys beyond m: no room
+  bool over_limit = false;    // because of the account's limit: it has nothing more that may leave
 };
 
 struct HostCounts {
@@ -59,7 +65,7 @@ struct HostCounts {
 
 // Since the last take_dropped().
 struct HostDropped {
-  std::size_t evicted = 0, orphaned = 0, lost = 0, no_room = 0, rot = 0, events_lost = 0;
+  std::size_t evicted = 0, orphaned = 0, lost = 0, no_room = 0, over_limit = 0, rot = 0, events_lost = 0;
 };
 
 // Who reserves, and when: a slot FILLING for longer than stall_s no longer keeps others from filling.
@@ -126,6 +132,14 @@ class HostPool final : public Place {
   bool drop(NodeId node);    // rot, counted
   bool forget(NodeId node);  // the same for bytes that nobody will miss
   std::size_t evict(const SlotFormat& format, std::size_t slots);
+  // Whose a root is, and how many bytes of slots an account may have. What it has already stays until it saves more.
+  // Then settle_lanes(), once for all of them and before anything else: where blocks have to move between lanes that
+  // is one pass over all slots, 0.1 us each.
+  void claim(NodeId root, Account account);
+  void set_limit(Account account, std::size_t bytes);
+  void settle_lanes();
+  const Usage& usage() const noexcept { return usage_; }
+
   // Evicts oldest leaves until the index has room for one more node; false if that did not help.
   bool make_node_room();
 
@@ -147,6 +161,7 @@ class HostPool final : public Place {
 
   struct Record {
     NodeId node = kNone;
+    NodeId root = kNone;      // of that node: who has to pay
     SlotState state = SlotState::kFree;
     SlotId older = kNone;     // FILLING: the node's next older FILLING slot
     double since_s = 0;       // FILLING: when it was handed out
@@ -156,14 +171,20 @@ class HostPool final : public Place {
   const Record& record(SlotId slot) const { return const_cast<HostPool*>(this)->record(slot); }
   void move(SlotId slot, SlotState from, SlotState to);
 
-  bool candidate(NodeId node, std::size_t size_class) const noexcept;
+  std::size_t queue_of(SlotId slot) const;
+  bool candidate(NodeId node, std::size_t queue) const;
   void offer_if_candidate(NodeId node);
   void ref(NodeId node);
   void unref(NodeId node);
 
   void stand_on(NodeId node);
   void step_off(NodeId node);
-  SlotId take_slot(std::size_t size_class, std::size_t& foreign_evictions);
+  // What one reserve() has evicted where it helps only indirectly, or much at once.
+  struct Evictions {
+    std::size_t foreign = 0, own = 0;
+  };
+  SlotId take_slot(std::size_t size_class, Evictions& evictions);
+  bool make_own_room(NodeId root, std::size_t bytes, Evictions& evictions);
   SlotId hand_out(NodeId node, SlotId slot, const Filler& filler, const SlotFormat& format);
   void take_back(NodeId node, SlotId slot, SlotState from);
   void forget_fill(NodeId node, SlotId slot);
@@ -173,8 +194,12 @@ class HostPool final : public Place {
   NodeId adopt_ready(SlotId slot, NodeId aside, const LedgerEntry& entry, Adopted& out);
   void require_filling(std::span<const NodeId> nodes, std::span<const SlotId> slots) const;
 
-  Victim oldest(std::size_t size_class);
-  std::size_t oldest_class();
+  Victim oldest(std::size_t queue);
+  // Whose oldest is sought: of every lane and class, or of one.
+  struct Among {
+    std::size_t lane = kLanesMax, size_class = kClassesMax;
+  };
+  std::size_t oldest_queue(Among among);
   void evict_victim(NodeId node);
   void removed(NodeId node);
 
@@ -184,7 +209,9 @@ class HostPool final : public Place {
   std::shared_ptr<Ledger> ledger_;            // null: nothing outlives this pool
   Slabs slabs_;
   std::vector<std::vector<Record>> records_;  // by slab, by index: 24 B per slot
-  Policy policy_;                             // ids are nodes, queues are size classes
+  Policy policy_;                             // ids are nodes, queues are lanes of size classes
+  Usage usage_;                               // slots that are not FREE
+  bool lanes_moved_ = false;
   IdMap fills_;                               // node -> its newest FILLING slot
   IdMap draining_;                            // DRAINING slot -> how many of its readers are left
   // Reader -> the slots that wait for it: it was pinned when they were dropped, and has been ever since.

@@ -36,7 +36,8 @@ Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotF
   Reserved out;
   out.nodes.reserve(keys.size());
   out.slots.reserve(keys.size());
-  std::size_t foreign_evictions = 0;
+  Evictions evictions;
+  const NodeId root = index_.root_of(parent);
   // The chain was used just now, so what it has further down leaves last. But it may leave: a hole near the head
   // is worth more than the tail behind it, which nobody can reach.
   policy_.touch(known.empty() ? parent : known.back());
@@ -51,7 +52,8 @@ Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotF
     } else if (node != kNone && being_filled(node, filler)) {
       ++out.elsewhere;
     } else {
-      slot = take_slot(size_class, foreign_evictions);
+      out.over_limit = !make_own_room(root, format.slot_bytes(), evictions);
+      if (!out.over_limit) slot = take_slot(size_class, evictions);
       const bool room = slot != kNone && (node != kNone || make_node_room());
       if (!room) {
         if (slot != kNone) slabs_.give(slot);
@@ -68,7 +70,7 @@ Reserved HostPool::reserve(NodeId parent, std::span<const Key> keys, const SlotF
   }
   step_off(up);
   out.dropped = keys.size() - out.nodes.size();
-  dropped_.no_room += out.dropped;
+  (out.over_limit ? dropped_.over_limit : dropped_.no_room) += out.dropped;
   return out;
 }
 

@@ -10,13 +10,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "eviction.h"
 #include "free_ids.h"
 #include "types.h"
 
 namespace kv {
 
-inline constexpr std::size_t kClassesMax = kQueuesMax;  // slot sizes in use at once
+inline constexpr std::size_t kClassesMax = 64;  // slot sizes in use at once
 
 class Slabs {
  public:

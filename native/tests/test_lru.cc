@@ -119,9 +119,12 @@ TEST_CASE("lru: same victims as a scan over everything") {
           break;
         }
         case 5: {
+          const std::uint64_t bound = lru.bound(queue);
           const Victim victim = lru.oldest(queue, candidate);
           REQUIRE(victim.id == naive.oldest(queue));
+          CHECK(lru.bound(queue) == (victim.id == kNone ? kNever : victim.age));
           if (victim.id == kNone) break;
+          CHECK(bound <= victim.age);
           CHECK(victim.age == naive.stamp[victim.id]);
           CHECK(lru.queue_of(victim.id) == queue);
           if (random.chance(50)) break;  // a look has no effect

@@ -27,6 +27,9 @@ class Bearer:
     def __init__(self) -> None:
         self.asked: list[tuple[Verb, str]] = []
 
+    def known(self, peer: Peer) -> None:
+        """Everybody is."""
+
     def check(self, peer: Peer, verb: Verb, tenant: str) -> None:
         assert peer.local
         self.asked.append((verb, tenant))

@@ -248,7 +248,7 @@ async def test_a_header_alone_makes_no_root(endpoint: Endpoint) -> None:
 async def test_a_tenant_that_invents_models_stops_at_its_own_limit(
     opening: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.group.ROOTS_PER_TENANT_MAX", 2)
+    monkeypatch.setattr("kvstore.roots.ROOTS_PER_TENANT_MAX", 2)
     async with opening(tenants=(TenantConfig(name="a"), TenantConfig(name="b"))) as endpoint:
         for model in ("one", "two"):
             await endpoint.save(endpoint.chain(range(4), tenant="a", model=model), bytes(SIZE))

@@ -117,7 +117,8 @@ class RealDaemon:
 
     def _answers(self) -> bool:
         if self.process.poll() is not None:
-            raise AssertionError(f"the daemon ended while starting:\n{self.said()}")
+            status = self.process.returncode
+            raise AssertionError(f"the daemon ended with {status} while starting:\n{self.said()}")
         try:
             RawSession(self.socket).close()
         except (FileNotFoundError, ConnectionRefusedError):

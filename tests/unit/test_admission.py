@@ -90,7 +90,7 @@ def test_the_report_is_plain_values() -> None:
     admission.admits(offer(4), 0.0)
     admission.refused(Refusal.QUEUE, 3, 3 * BLOCK_BYTES)
     report = json.loads(json.dumps(admission.report()))
-    assert report["refused"] == {"budget": 0, "value": 0, "queue": 3, "disk": 0, "size": 0}
+    assert report["refused"] == {"budget": 0, "value": 0, "queue": 3, "disk": 0, "size": 0, "quota": 0}
     assert (report["offered_blocks"], report["admitted_blocks"], admission.admitted_blocks) == (7, 4, 4)
     assert report["bucket_bytes"] == DAY_BYTES - 4 * BLOCK_BYTES
     assert 0 < report["reuse_first"] < report["reuse_again"] < 1

@@ -6,12 +6,13 @@ import asyncio
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from plans import asked, computed, loaded
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.config import TenantConfig
+from kvstore.config import MetricsConfig, Salts, TenantConfig
 from kvstore.decisions import Outcome
 from kvstore.log_limit import LogLimit
 from kvstore.meters import TENANTS_MAX
@@ -20,7 +21,7 @@ from kvstore.rpc.metrics import LoopLag, Sources, StoreCollector
 from kvstore.rpc.metrics.collector import Page
 from kvstore.rpc.request_log import RequestLog
 from kvstore.testing import StoreDriver, small_config, small_disk
-from kvstore.types import Tier
+from kvstore.types import Reuse, Tier
 
 README = Path(__file__).parents[2] / "README.md"
 OPEN_METRICS = "application/openmetrics-text;version=1.0.0"
@@ -210,12 +211,38 @@ def test_a_thousand_tenants_cost_no_more_than_some() -> None:
         )
 
 
+def test_labels_call_tenants_what_the_configuration_says() -> None:
+    tenants = tuple(
+        TenantConfig(name=name, group="red", reuse=Reuse.GROUP) for name in ("vermilion", "cobalt")
+    )
+    seen = {}
+    for how in ("names", "digests", "none"):
+        config = msgspec.structs.replace(small_config(tenants=tenants), metrics=MetricsConfig(tenants=how))
+        salts = Salts({"vermilion": b"v" * 32, "cobalt": b"c" * 32}, {"red": b"r" * 32})
+        with StoreDriver(config, salts) as driver:
+            for name in ("vermilion", "cobalt"):
+                session = driver.attach((name,))
+                session.save(session.chain(range(8)))
+                session.save(session.chain(range(8), reuse="group"))
+            text = text_of(collector_of(driver))
+            labels = [dict(found) for _, found in samples(collector_of(driver))]
+            seen[how] = {found["tenant"] for found in labels if "tenant" in found}
+            assert ("vermilion" in text) is (how == "names")
+    assert seen["names"] == {"vermilion", "cobalt", "group:red"}
+    assert seen["none"] == {"all"}
+    assert len(seen["digests"]) == 3
+    assert all(re.fullmatch("[0-9a-f]{12}", label) for label in seen["digests"])
+
+
 def test_the_readme_lists_every_metric(tmp_path: Path) -> None:
     """Row for row what a scrape shows: name, type, labels and help."""
-    with StoreDriver(small_config(nvme=small_disk(tmp_path))) as driver:
+    limited = (TenantConfig(name="default", leases_max=1),)
+    with StoreDriver(small_config(nvme=small_disk(tmp_path), tenants=limited)) as driver:
         collector = collector_of(driver)
         session = driver.attach()
         session.save(session.chain(range(8)))
+        held = [session.lookup(session.chain(range(8))).blocks for _ in range(2)]
+        assert held == [2, 0], "the second lease is refused"
         collector._sources.requests.slow["lookup"] = 1
         families = list(collector.collect())
     shown = []

@@ -48,6 +48,14 @@ class Verb(enum.StrEnum):
 class Access(Protocol):
     """Decides about one call."""
 
+    def known(self, peer: Peer) -> None:
+        """Return if the caller may speak at all; before that nothing it sent is parsed.
+
+        Raises:
+            Unauthenticated: nobody knows who it is.
+        """
+        ...
+
     def check(self, peer: Peer, verb: Verb, tenant: str) -> str:
         """Return if the caller may.
 
@@ -73,6 +81,9 @@ class OpenAccess:
     That is a socket's mode, or a certificate (grpc.tls_clients). When not to use it: on a port that others
     reach. Plaintext TCP is refused unless `grpc.insecure_tcp` says so; over TCP it administers nothing.
     """
+
+    def known(self, peer: Peer) -> None:
+        """Whoever reached the endpoint is."""
 
     def check(self, peer: Peer, verb: Verb, tenant: str) -> str:
         if verb is Verb.ADMIN and not peer.local:
@@ -106,11 +117,13 @@ class TokenAccess:
         self._unix_time = unix_time
         self._open = OpenAccess()
 
+    def known(self, peer: Peer) -> None:
+        self._token_of(peer)
+
     def check(self, peer: Peer, verb: Verb, tenant: str) -> str:
-        shown = [value for key, value in peer.metadata if key == "authorization"]
-        if not shown and peer.local and not self._unix_needs:
+        token = self._token_of(peer)
+        if token is None:
             return self._open.check(peer, verb, tenant)
-        token = self._found(shown)
         if not any(verb in _ALLOWS[word] for word in token.verbs):
             raise Refused(f"authorization: the token of {token.name} does not allow to {verb}")
         _need_tenant(verb, tenant)
@@ -118,6 +131,11 @@ class TokenAccess:
             whose = f"tenant {tenant!r:.80}" if tenant else "the whole daemon"
             raise Refused(f"authorization: the token of {token.name} does not open {whose}")
         return token.name
+
+    def _token_of(self, peer: Peer) -> Token | None:
+        """What it shows; None for those who need none."""
+        shown = [value for key, value in peer.metadata if key == "authorization"]
+        return self._found(shown) if shown or not peer.local or self._unix_needs else None
 
     def _found(self, shown: Sequence[str | bytes]) -> Token:
         text = shown[0] if len(shown) == 1 else ""

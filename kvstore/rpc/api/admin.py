@@ -42,14 +42,16 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         self._checks = checks
         self._store = store
         self._service = service
-        self._access = access
+        self.access = access
 
     def _check(self, context: Any, what: str, tenant: str = "") -> None:
         """Every attempt is in the log, with whoever made it; a status changes nothing, and is asked often."""
         peer = peer_of(context)
         facts = {"call": what, "tenant": tenant[:80] or "(all)", "peer": context.peer()}
         try:
-            who = self._access.check(peer, Verb.ADMIN, tenant)
+            who = self.access.check(peer, Verb.ADMIN, tenant)
+            if not who:
+                self._store.tenants.check_unseen(tenant, admin=True)
         except KVStoreError as error:
             log.warning("administration refused", **facts, reason=str(error))
             raise

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded
-from kvstore.rpc.api.failures import Malformed, abort
+from kvstore.rpc.api.failures import Malformed, Unread, abort
 
 __all__ = ["SMALL_BYTES_MAX", "BytesCheck", "StandardServices"]
 
@@ -53,6 +53,8 @@ class BytesCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has 
             except DecodeError as error:
                 return Malformed(BadRequest(f"request: not a message of {name}: {error}"))
 
+        if details.method.startswith("/kvstore."):
+            return handler._replace(request_deserializer=lambda data: Unread(data, checked))
         return handler._replace(request_deserializer=checked)
 
 

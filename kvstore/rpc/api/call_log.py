@@ -62,7 +62,8 @@ class Call:
         request, context: as the method got them.
         answer: what it gave, None for a stream.
         outcome: how it ended, in a word.
-        error: why it was refused.
+        status, reason: why it was refused. Not the error itself: its traceback leads back to this call, and
+            that circle would keep all of it alive.
     """
 
     name: str
@@ -70,7 +71,8 @@ class Call:
     context: Any
     answer: Any = None
     outcome: str = "cancelled"
-    error: KVStoreError | None = None
+    status: str = ""
+    reason: str = ""
 
     def answered(self, answer: Any) -> None:
         """It gave its answer, or ended its stream."""
@@ -79,7 +81,7 @@ class Call:
 
     def refused(self, error: KVStoreError) -> None:
         """It ended with a status."""
-        self.error, self.outcome = error, "failed"
+        self.status, self.reason, self.outcome = STATUS[type(error)], str(error), "failed"
 
     def tell(self, requests: RequestLog, held_s: float) -> None:
         """It is over; `held_s` as in Steps."""
@@ -93,7 +95,7 @@ class Call:
             "lease": ",".join(lease.hex()[:LEASE_DIGITS] for lease in leases[:LEASES_TOLD]),
             "answer": self.outcome,
         }
-        if self.error is not None:
-            facts |= {"status": STATUS[type(self.error)], "reason": str(self.error)}
+        if self.status:
+            facts |= {"status": self.status, "reason": self.reason}
         who = {"peer": self.context.peer(), "tenant": tenant[:TENANT_CHARS_MAX]}
         requests.tell(who, f"grpc.{self.name.lower()}", facts, held_s)

@@ -58,7 +58,7 @@ class Asked:
 
     def root_is_known(self) -> bool:
         """Whether anything can be known of the chain; makes no root."""
-        return self.origin is not None and self.group.known_root(self.origin) is not None
+        return self.origin is not None and self.group.roots.known(self.origin) is not None
 
 
 async def resolve(store: Store, limits: GrpcConfig, chain: pb.Chain) -> Asked:

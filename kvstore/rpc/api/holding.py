@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvstore.rpc.api.chains import Asked
 from kvstore.store import Match, Store
 from kvstore.types import BlockLayout, Choice, Part
 
-__all__ = ["Held", "Holdings", "new_caller"]
+__all__ = ["Held", "Holdings", "may_ask", "new_caller"]
 
 LEASE_BYTES = 16
 # Numbers of callers without a socket; sessions of engines count up from 1.
@@ -48,6 +48,16 @@ def new_caller(store: Store, asked: Asked) -> Caller:
         heard_s=now,
         tenants=(asked.tenant,),
     )
+
+
+def may_ask(asked: Asked) -> None:
+    """A question that needs no lease counts against the tenant's rate, too.
+
+    Raises:
+        LimitExceeded: it asks too often.
+    """
+    if enough := asked.group.quotas.lookup(asked.tenant, 0):
+        raise LimitExceeded(enough)
 
 
 @dataclass(slots=True)
@@ -104,12 +114,13 @@ class Holdings:
 
         Raises:
             BadRequest: keys that are not one chain, or contradict what is known.
-            LimitExceeded: grpc.leases_max are held.
+            LimitExceeded: grpc.leases_max are held, or the tenant asks too often or holds too much.
         """
         self.sweep()
         if not asked.root_is_known():
             # A miss needs no root, and makes none; it counts like any other.
             asked.group.count_lookup(asked.tenant, len(asked), asked.layout)
+            may_ask(asked)
             return None
         if len(self._held) >= self._limits.leases_max:
             raise LimitExceeded(f"lease: grpc.leases_max = {self._limits.leases_max} are held; release some")
@@ -121,6 +132,8 @@ class Holdings:
         finally:
             if match is None or match.lease is None:
                 self._leave(caller)
+        if match.refused:
+            raise LimitExceeded(match.refused)
         if match.lease is None:
             return None
         held = Held(os.urandom(LEASE_BYTES), asked.tenant, caller, match.lease, match, 0.0)
@@ -144,8 +157,11 @@ class Holdings:
             raise BadRequest("keys.packed: not the keys of one chain in their order")
         return match
 
-    def find(self, lease_id: bytes) -> Held:
+    def find(self, lease_id: bytes, may: Callable[[str], None]) -> Held:
         """The lease with this id, renewed.
+
+        Args:
+            may: asked first, with the tenant that holds it; raises for a stranger, who keeps nothing alive.
 
         Raises:
             NotFound: never granted, released, expired, or taken under memory pressure.
@@ -157,6 +173,7 @@ class Holdings:
             held = None
         if held is None:
             raise NotFound("lease: not held (released, expired, or never granted); look up again")
+        may(held.tenant)
         self.renew(held)
         return held
 

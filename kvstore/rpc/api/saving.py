@@ -23,7 +23,7 @@ from kvstore.callers import Caller
 from kvstore.errors import BadRequest
 from kvstore.rpc.api.chains import Asked
 from kvstore.rpc.api.copies import Buffer, Copies
-from kvstore.rpc.api.failures import Malformed, deadline
+from kvstore.rpc.api.failures import deadline, read
 from kvstore.store import Store
 from kvstore.transfers import Filling
 from kvstore.types import SaveResult
@@ -44,8 +44,7 @@ async def next_item(context: Any, kind: str) -> Any:
     message = await context.read()
     if message is grpc.aio.EOF:
         return None
-    if isinstance(message, Malformed):
-        raise message.error
+    message = read(message)
     if message.WhichOneof("item") != kind:
         raise BadRequest(f"{kind}: a Save stream is one header, then data")
     return getattr(message, kind)
@@ -148,7 +147,7 @@ class Saving:
         chain, origin = self.asked.chain, self.asked.origin
         assert origin is not None, "who reuses nothing was refused at the header"
         # Not before: a root stays for ever, and a header alone is cheap to invent.
-        self.asked.group.add_root(origin.key, origin.owner, origin.reuse)
+        self.asked.group.roots.add(origin)
         keys, parent = chain.keys[self.at : self.at + blocks], chain.parent(self.at)
         got = self.store.reserve(self.caller, chain.root, parent, keys)
         self.filled += got.filled

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from kvstore.errors import BadRequest, LimitExceeded, Refused
 from kvstore.group import Group
 from kvstore.rpc.api import asking, observing, saving
-from kvstore.rpc.api.access import Access, Verb, peer_of
+from kvstore.rpc.api.access import Access, Peer, Verb, peer_of
 from kvstore.rpc.api.chains import Asked, resolve
 from kvstore.rpc.api.copies import Copies
 from kvstore.rpc.api.failures import answers, deadline
 from kvstore.rpc.api.fetching import Fetching
-from kvstore.rpc.api.holding import Held, Holdings, new_caller
+from kvstore.rpc.api.holding import Held, Holdings, may_ask, new_caller
 from kvstore.rpc.api.watching import Watching
 from kvstore.rpc.request_log import RequestLog
 from kvstore.store import Store
@@ -46,7 +46,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         self._store = store
         self._limits = store.config.grpc
         self._copies = copies
-        self._access = access
+        self.access = access
         self.holdings = Holdings(store, self._limits)
         self.streams = 0
         self._watching: set[Watching] = set()
@@ -69,7 +69,11 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         self.holdings.close()
 
     def _check(self, context: Any, verb: Verb, tenant: str) -> None:
-        self._access.check(peer_of(context), verb, tenant)
+        self._check_peer(peer_of(context), verb, tenant)
+
+    def _check_peer(self, peer: Peer, verb: Verb, tenant: str) -> None:
+        if not self.access.check(peer, verb, tenant):
+            self._store.tenants.check_unseen(tenant, admin=False)
 
     async def _resolve(self, context: Any, verb: Verb, chain: pb.Chain) -> Asked:
         self._check(context, verb, chain.tenant)
@@ -91,11 +95,22 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802  (names of the service)
         asked = await self._resolve(context, Verb.READ, request.chain)
-        held = self.holdings.grant(asked, asking.intent_of(request.intent))
+        async with self._taking_its_time():
+            held = self.holdings.grant(asked, asking.intent_of(request.intent))
         if held is None:
             return asking.missed(self._store.epoch, asked)
         context.add_done_callback(lambda done: self._if_cancelled(done, held))
         return asking.found(self._store.epoch, asked, held, self._limits.lease_s)
+
+    @contextlib.asynccontextmanager
+    async def _taking_its_time(self) -> AsyncIterator[None]:
+        """A question is answered after `daemon.lookup_time_s`, whatever was found, or refused."""
+        began_s, least_s = self._store.clock.now(), self._store.config.daemon.lookup_time_s
+        try:
+            yield
+        finally:
+            if least_s:
+                await asyncio.sleep(max(0.0, began_s + least_s - self._store.clock.now()))
 
     def _if_cancelled(self, done: Any, held: Held) -> None:
         """A caller that was gone before the answer knows no lease to release."""
@@ -105,7 +120,9 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:  # noqa: N802
         asked = await self._resolve(context, Verb.READ, request.chain)
-        return asking.planned(self._store.epoch, asked, asking.intent_of(request.intent))
+        async with self._taking_its_time():
+            may_ask(asked)
+            return asking.planned(self._store.epoch, asked, asking.intent_of(request.intent))
 
     @answers
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
@@ -122,10 +139,10 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         if not request.lease and not request.HasField("chain"):
             raise BadRequest("lease: name a lease, a chain, or both")
         if request.lease and (self.holdings.knows(request.lease) or not request.HasField("chain")):
-            held = self.holdings.find(request.lease)
-            self._check(context, Verb.READ, held.tenant)
-            return held
-        return self.holdings.grant(await self._resolve(context, Verb.READ, request.chain))
+            return self.holdings.find(request.lease, lambda tenant: self._check(context, Verb.READ, tenant))
+        asked = await self._resolve(context, Verb.READ, request.chain)
+        async with self._taking_its_time():
+            return self.holdings.grant(asked)
 
     async def _fetch(self, request: pb.FetchRequest, context: Any, held: Held | None) -> None:
         start, known = request.start, 0 if held is None else len(held.lease.nodes)
@@ -150,8 +167,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         peer, ended = peer_of(context), []
         for number, lease in enumerate(dict.fromkeys(request.leases), 1):
             if self.holdings.knows(lease):
-                held = self.holdings.find(lease)
-                self._access.check(peer, Verb.READ, held.tenant)
+                self.holdings.find(lease, lambda tenant: self._check_peer(peer, Verb.READ, tenant))
             else:
                 ended.append(lease)
             if number % RENEWALS_PER_SLICE == 0:
@@ -160,8 +176,7 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
 
     @answers
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:  # noqa: N802
-        held = self.holdings.find(request.lease)
-        self._check(context, Verb.READ, held.tenant)
+        held = self.holdings.find(request.lease, lambda tenant: self._check(context, Verb.READ, tenant))
         self.holdings.end(held)
         return pb.ReleaseResponse(epoch=self._store.epoch)
 
@@ -195,6 +210,14 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     @answers
     async def Subscribe(self, request: pb.SubscribeRequest, context: Any) -> None:  # noqa: N802
         self._check(context, Verb.SUBSCRIBE, request.tenant)
+        try:
+            for tenant in self._store.tenants.beside(request.tenant):
+                self._check(context, Verb.SUBSCRIBE, tenant)
+        except Refused:
+            raise Refused(
+                "subscribe: events tell of a whole trust group, and this caller may not act for every tenant "
+                "in it"
+            ) from None
         if len(request.epoch) not in (0, EPOCH_BYTES):
             raise BadRequest(f"epoch: need {EPOCH_BYTES} bytes or none, got {len(request.epoch)}")
         most = self._limits.subscribers_max

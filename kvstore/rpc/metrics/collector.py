@@ -13,6 +13,7 @@ from kvstore.meters import TTFT_BOUNDS_S, Histogram
 from kvstore.rpc.metrics.families import COUNTERS, GAUGES, Row, Sources
 from kvstore.rpc.metrics.nvme_families import NVME_COUNTERS, NVME_GAUGES
 from kvstore.rpc.metrics.plan_families import PLAN_COUNTERS, PLAN_HISTOGRAMS
+from kvstore.rpc.metrics.tenant_families import TENANT_COUNTERS, TENANT_GAUGES
 
 __all__ = ["Page", "StoreCollector"]
 
@@ -27,10 +28,10 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Families with their samples, counters first."""
-        for counter in (*COUNTERS, *NVME_COUNTERS, *PLAN_COUNTERS):
+        for counter in (*TENANT_COUNTERS, *COUNTERS, *NVME_COUNTERS, *PLAN_COUNTERS):
             family = CounterMetricFamily(counter.name, counter.help, labels=counter.labels)
             yield _filled(family, counter.rows(self._sources))
-        for gauge in (*GAUGES, *NVME_GAUGES):
+        for gauge in (*GAUGES, *NVME_GAUGES, *TENANT_GAUGES):
             yield _filled(
                 GaugeMetricFamily(gauge.name, gauge.help, labels=gauge.labels), gauge.rows(self._sources)
             )

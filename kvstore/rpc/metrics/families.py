@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvstore import __version__, _native
 from kvstore.group import Group
 from kvstore.log_limit import LogLimit
-from kvstore.meters import Moved, TenantTokens
+from kvstore.meters import Moved
 from kvstore.rpc.metrics.lag import LoopLag
 from kvstore.rpc.request_log import RequestLog
 from kvstore.status import quarantined
@@ -66,30 +66,6 @@ def _by_group(value: Callable[[Group], float]) -> Callable[[Sources], Iterator[R
     return rows
 
 
-def _lookup_tokens(sources: Sources) -> Iterator[Row]:
-    return (Row((tenant,), tokens.lookup) for tenant, tokens in _tenants(sources))
-
-
-def _hit_tokens(sources: Sources) -> Iterator[Row]:
-    for tenant, tokens in _tenants(sources):
-        for tier, count in tokens.hit.items():
-            yield Row((tier.value, tenant), count)
-
-
-def _saved_tokens(sources: Sources) -> Iterator[Row]:
-    return (Row((tenant,), tokens.saved) for tenant, tokens in _tenants(sources))
-
-
-def _tenants(sources: Sources) -> Iterator[tuple[str, TenantTokens]]:
-    """Tenants of all groups; a label that two groups share (OTHER_TENANTS, a group's own name) is summed."""
-    sums: dict[str, TenantTokens] = {}
-    for group in sources.store.groups.values():
-        for name, tokens in group.meters.tenants.items():
-            known = sums.get(name)
-            sums[name] = tokens if known is None else known.plus(tokens)
-    return iter(sums.items())
-
-
 def _moved(value: Callable[[Moved], float]) -> Callable[[Sources], Iterator[Row]]:
     def rows(sources: Sources) -> Iterator[Row]:
         for name, group in sources.store.groups.items():
@@ -128,7 +104,7 @@ def _corrupt(sources: Sources) -> Iterator[Row]:
             yield Row((name, "NVME"), group.nvme.counters.corrupt)
 
 
-DROP_REASONS = ("no_room", "orphaned", "lost", "rot")
+DROP_REASONS = ("no_room", "over_limit", "orphaned", "lost", "rot")
 
 
 def _dropped(sources: Sources) -> Iterator[Row]:
@@ -156,22 +132,9 @@ def _started(sources: Sources) -> Iterator[Row]:
     yield Row((), sources.started_s)
 
 
-GROUP, TENANT = ("group",), ("tenant",)
+GROUP = ("group",)
 
 COUNTERS = (
-    Metric("kvstore_lookup_tokens", "Prompt tokens that engines asked about.", TENANT, _lookup_tokens),
-    Metric(
-        "kvstore_hit_tokens",
-        "Prompt tokens whose KV was found, by the tier that held it; counted when the lease is released.",
-        ("tier", "tenant"),
-        _hit_tokens,
-    ),
-    Metric(
-        "kvstore_saved_prefill_tokens",
-        "Prompt tokens that engines did not compute, as connectors say; never more than hit tokens.",
-        TENANT,
-        _saved_tokens,
-    ),
     Metric(
         "kvstore_lookups",
         "Questions how much of a prompt is known.",
@@ -245,8 +208,8 @@ COUNTERS = (
     ),
     Metric(
         "kvstore_dropped_blocks",
-        "Blocks not kept or taken away: no_room, orphaned (parent not readable), lost (another writer was "
-        "first), rot (bytes did not match their sums).",
+        "Blocks not kept or taken away: no_room, over_limit (of their tenant), orphaned (parent not "
+        "readable), lost (another writer was first), rot (bytes did not match their sums).",
         ("group", "reason"),
         _dropped,
     ),

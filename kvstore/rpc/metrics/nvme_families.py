@@ -10,7 +10,7 @@ from kvstore.tiers.nvme import NvmeTier
 __all__ = ["NVME_COUNTERS", "NVME_GAUGES"]
 
 SEGMENT_STATES = ("creating", "free", "opening", "filling", "sealing", "sealed", "evacuating", "broken")
-GIVEN_UP = ("evicted", "over_budget", "rot", "lost", "namespace")
+GIVEN_UP = ("evicted", "over_budget", "over_limit", "rot", "lost", "namespace")
 
 
 def _tiers(sources: Sources) -> Iterator[tuple[str, NvmeTier]]:
@@ -77,7 +77,8 @@ NVME_COUNTERS = (
     Metric(
         "kvstore_nvme_given_up_blocks",
         "Blocks that left the disk: evicted, over_budget (worth keeping, but beyond the share that may be "
-        "written again), rot (bytes did not match their sums), lost (their write failed), namespace.",
+        "written again), over_limit (made room for others of their tenant), rot (bytes did not match their "
+        "sums), lost (their write failed), namespace.",
         ("group", "reason"),
         _given_up,
     ),
@@ -96,7 +97,7 @@ NVME_COUNTERS = (
     Metric(
         "kvstore_nvme_refused_blocks",
         "Blocks that were not written: budget or value (admission), queue (too many wait), disk (it is left "
-        "alone after errors), size (no segment holds one).",
+        "alone after errors), size (no segment holds one), quota (of their tenant).",
         ("group", "reason"),
         _refused,
     ),

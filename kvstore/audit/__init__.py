@@ -1,0 +1,23 @@
+"""Tenants apart, seen from outside: a running daemon is asked as two of them, over every door that it has.
+
+verdicts     what a check found, and what that makes of a door and of the whole
+looks        a question for blocks, and how it ended
+probe        who asks, about which made-up blocks, and what nobody else may ever see of them
+running      the order of things
+session, session_door       the Unix socket of engines
+channels, calls, grpc_door  the public API, at each of its addresses
+nvme_door, segments         what lies on the disk
+pages_door                  the status report and the metrics page
+secret_file, modes          files, and who may open them
+
+Nothing real is touched: the blocks are a few KiB of random bytes under random token ids of a model that no
+engine has, and they are dropped at the end.
+"""
+
+from __future__ import annotations
+
+from kvstore.audit.probe import Pair, pick
+from kvstore.audit.running import audit
+from kvstore.audit.verdicts import Door, Finding, Report, Verdict
+
+__all__ = ["Door", "Finding", "Pair", "Report", "Verdict", "audit", "pick"]
