@@ -275,7 +275,7 @@ class HostPool:
     def slots(self, nodes: U32) -> U32:
         """READY slot of each node, or NONE."""
     def missing(self, node: int) -> U32:
-        """The blocks above and including node without READY bytes here, up to the nearest with some, in order."""
+        """The blocks from the nearest above with READY bytes here (not it) to node, in chain order."""
     @property
     def slabs(self) -> int: ...
     def ready_nodes(self, start: int = 0, most: int = ...) -> U32:
@@ -311,7 +311,7 @@ class HostPool:
     def take_removed(self) -> U8:
         """(n, 32) keys whose bytes left since the last call and are not back."""
     def take_dropped(self) -> dict[str, int]:
-        """evicted, orphaned, lost, no_room, over_limit, rot, events_lost (of take_removed()) since the last."""
+        """evicted, orphaned, lost, no_room, over_limit, rot, events_lost (keys not in take_removed())."""
     @property
     def memory_bytes(self) -> int: ...
     @property

@@ -150,29 +150,26 @@ def test_over_grpc_a_tenant_of_some_users_needs_a_token(stage: Scene) -> None:
             (lambda: store.Observe(pb.ObserveRequest(tenant="alice")), "users of tenant 'alice'"),
             (lambda: admin.Status(pb.StatusRequest()), "daemon.admins"),
             # A trust group's events tell of every tenant in it.
-            (lambda: next(iter(store.Subscribe(pb.SubscribeRequest(tenant="open")))), "users of tenant"),
+            (lambda: next(iter(store.Subscribe(pb.SubscribeRequest(tenant="open")))), "whole trust group"),
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 call()
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
             assert said in refused.value.details()
-            assert "show a token" in refused.value.details()
 
 
 # ---- misses that all take the same time -------------------------------------------------------------------
 
 
-def test_every_miss_takes_the_same_time(stage: Scene) -> None:
-    """Nobody's blocks, another tenant's, and those of a tenant that asks too often; hits do not wait."""
+def test_every_lookup_takes_the_same_time(stage: Scene) -> None:
+    """A hit, nobody's blocks, and another tenant's."""
     miss_s = 0.2
     daemon = stage.start_daemon(
-        '[[tenants]]\nname = "a"\n[[tenants]]\nname = "b"\n[[tenants]]\nname = "c"\nlookups_per_s = 1.0',
+        '[[tenants]]\nname = "a"\n[[tenants]]\nname = "b"',
         daemon__lookup_time_s=str(miss_s),
     )
-    a, b, c = (stage.engine(tenant=name) for name in "abc")
+    a, b = (stage.engine(tenant=name) for name in "ab")
     chain = a.saved(1, 20)
-    c.saved(9, 3)
-    assert c.matched(c.chain(9, 3)) == 3
 
     def timed(act: Callable[[], int]) -> tuple[int, float]:
         began_s = time.monotonic()
@@ -181,12 +178,8 @@ def test_every_miss_takes_the_same_time(stage: Scene) -> None:
 
     found, hit_s = timed(lambda: a.matched(chain))
     assert found == 20
-    assert hit_s < miss_s
-    for act in (
-        lambda: a.matched(a.chain(2, 20)),
-        lambda: b.matched(b.chain(1, 20)),
-        lambda: c.matched(c.chain(9, 3)),
-    ):
+    assert hit_s >= miss_s
+    for act in (lambda: a.matched(a.chain(2, 20)), lambda: b.matched(b.chain(1, 20))):
         found, took_s = timed(act)
         assert found == 0
         assert miss_s <= took_s < miss_s + 5.0
