@@ -33,6 +33,7 @@ class Engine:
     Attributes:
         id: 16 bytes.
         layout, namespace: what its processes attached with; equal for all of them.
+        tenants: that its processes attach as; equal for all of them.
         device: its device pool.
         pool_session: session that declared the pool (the pool dies with it).
         sessions: open sessions.
@@ -43,6 +44,7 @@ class Engine:
     id: bytes
     layout: BlockLayout
     namespace: Namespace
+    tenants: frozenset[str] = frozenset()
     device: OwnedPool | BorrowedPool | NoTier = field(default_factory=lambda: NoTier(Tier.GPU))
     pool_session: int = 0
     sessions: set[int] = field(default_factory=set)

@@ -18,6 +18,9 @@ import structlog
 # and OpenMP threads that spin while they wait starve the daemons that the tests talk to.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before grpc is. Tests fork (a child asks for a signal at its parent's end before it becomes a daemon), and
+# gRPC's own handlers around a fork have ended such a child before it was one.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from kvstore.config import Config, DaemonConfig
 from kvstore.testing import StoreDriver, small_config

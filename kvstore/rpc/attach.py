@@ -74,20 +74,19 @@ def caller_of(store: Store, ask: Attach, session: int) -> tuple[Caller, dict[str
     if len(ask.engine) not in (0, ENGINE_ID_BYTES):
         raise BadRequest(f"engine: need {ENGINE_ID_BYTES} bytes or none, got {len(ask.engine)}")
     engine_id = ask.engine or os.urandom(ENGINE_ID_BYTES)
-    engine = group.engines.get(engine_id) or Engine(engine_id, layout, namespace)
+    tenants = tuple(ask.tenants)
+    engine = group.engines.get(engine_id) or Engine(engine_id, layout, namespace, frozenset(tenants))
     # Its fillings are shaped by the first; another layout (part of the namespace) would publish cells that
     # nobody wrote.
     if engine.namespace != namespace:
         raise Refused(f"engine: {engine_id.hex()} has another layout or namespace; its processes share one")
     # Who has joined an engine may publish and abort what its other processes reserve.
-    beside = [group.callers[number] for number in engine.sessions if number in group.callers]
-    if any(set(other.tenants) != set(ask.tenants) for other in beside):
+    if engine.tenants != frozenset(ask.tenants):
         raise Refused("engine: its processes name the same tenants, all of them")
     roots = store.roots(group, ask.tenants, namespace)
     allowed = frozenset(key for by_reuse in roots.values() for key in by_reuse.values())
     shape = SlotFormat(layout.layers, layout.kv_heads, layout.cell_bytes)
     now, copies = store.clock.now(), ask.role != "scheduler"
-    tenants = tuple(ask.tenants)
     return Caller(session, group, engine, layout, shape, part, allowed, now, copies, tenants), roots
 
 

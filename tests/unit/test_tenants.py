@@ -99,3 +99,18 @@ def test_a_tenant_is_named_once(driver: StoreDriver) -> None:
         driver.attach(("default", "default"))
     with pytest.raises(BadRequest, match="at most once"):
         driver.attach(("default",) * 100_000)
+
+
+def test_an_engine_is_joined_by_processes_of_its_own_tenants_only(tenants: StoreDriver) -> None:
+    """Also while it has no session: whoever joins it may publish and abort what was reserved."""
+    engine = b"e" * 16
+    first = tenants.attach(("alice",), engine=engine)
+    chain = first.chain(tokens(2))
+    assert first.reserve(chain).filling is not None
+    for connected in (True, False):
+        if not connected:
+            first.disconnect()
+        for others in (("bob",), ("alice", "bob")):
+            with pytest.raises(Refused, match="engine: its processes name the same tenants"):
+                tenants.attach(others, engine=engine)
+    tenants.attach(("alice",), engine=engine)

@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 # A peer that vanished without a word is noticed within 40 s; one that pings more often is told to stop.
 KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, PING_INTERVAL_MS = 30_000, 10_000, 5_000
+HANDSHAKE_MS = 10_000  # who begins TLS and stops is shown out then; gRPC's own 120 s keep many of them
 METADATA_BYTES_MAX = 16 << 10
 SERVICES = tuple(service.full_name for service in store_pb2.DESCRIPTOR.services_by_name.values())
 
@@ -85,6 +86,7 @@ class GrpcServer:
                 ("grpc.max_concurrent_streams", limits.calls_max),
                 ("grpc.max_metadata_size", METADATA_BYTES_MAX),
                 ("grpc.so_reuseport", 0),  # a second daemon on the port is an error, not a coin toss
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
                 ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_INTERVAL_MS),
