@@ -20,7 +20,7 @@ from kvstore.audit.channels import Reach, opened, plaintext, reach_of
 from kvstore.audit.looks import judge_look
 from kvstore.audit.modes import judge_socket
 from kvstore.audit.probe import BLOCKS, Probe, fresh_tokens
-from kvstore.audit.session import ProbeSession
+from kvstore.audit.session import ToolSession
 from kvstore.audit.session_door import judge_roots
 from kvstore.audit.verdicts import Door
 from kvstore.errors import KVStoreError
@@ -299,7 +299,7 @@ def _events_of_the_other_group(visit: _Visit, check: str) -> None:
     door, probe = visit.door, visit.probe
     first, second = probe.pair.names
     try:
-        with ProbeSession(probe, second) as session:
+        with ToolSession(probe) as session:
             sequence = int(session.status()["groups"][probe.pair.b.group]["events"])
     except (KVStoreError, KeyError) as error:
         door.skip(check, f"no place in the events to begin at: {error}")

@@ -119,7 +119,7 @@ def test_another_version(stage: Scene, tmp_path: Path) -> None:
 OLDER_REPORT = """
 import sys
 import kvstore.rpc.session
-kvstore.rpc.session.status = lambda store: {"epoch": store.epoch.hex(), "groups": {}}
+kvstore.rpc.session.status = lambda store, caller: {"epoch": store.epoch.hex(), "groups": {}}
 from kvstore.cli import main
 main(sys.argv[1:])
 """

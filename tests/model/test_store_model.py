@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -66,17 +68,19 @@ class StoreMachine(RuleBasedStateMachine):
     def join(self, pick, tenants, part, role) -> None:
         """One more process of an engine: a replica, a rank that comes back, or one that copies nothing."""
         member = self.session(pick)
-        layout = member.caller.layout
-        joined = self.world.driver.attach(
-            tenants, engine=member.engine.id, layout=layout, part=part, role=role
-        )
-        assert joined.engine is member.engine
+        layout, engine = member.caller.layout, member.engine
+        attach = partial(self.world.driver.attach, engine=engine.id)
+        if set(tenants) != engine.tenants:
+            with pytest.raises(Refused, match=r"^engine: "):
+                attach(tenants, layout=layout, part=part, role=role)
+            tenants = tuple(sorted(engine.tenants))
+        joined = attach(tenants, layout=layout, part=part, role=role)
+        assert joined.engine is engine
         self.world.sessions.append(joined)
         other = LAYOUTS[1 - LAYOUTS.index(layout)]
-        with pytest.raises(Refused, match=r"^engine: "):
-            self.world.driver.attach(tenants, engine=member.engine.id, layout=other)
-        with pytest.raises(Refused, match=r"^engine: "):
-            self.world.driver.attach(tenants, engine=member.engine.id, layout=layout, model="another")
+        for different in ({"layout": other}, {"layout": layout, "model": "another"}):
+            with pytest.raises(Refused, match=r"^engine: "):
+                attach(tenants, **different)
 
     @precondition(lambda self: self.world.sessions)
     @rule(pick=PICK, process_lives=st.booleans())

@@ -44,6 +44,11 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         self._service = service
         self.access = access
 
+    def refused(self, call: str, context: Any, error: KVStoreError, tenant: str = "") -> None:
+        """Every attempt is in the log."""
+        facts = {"call": call, "tenant": tenant[:80] or "(all)", "peer": context.peer()}
+        log.warning("administration refused", **facts, reason=str(error))
+
     def _check(self, context: Any, what: str, tenant: str = "") -> None:
         """Every attempt is in the log, with whoever made it; a status changes nothing, and is asked often."""
         peer = peer_of(context)
@@ -53,7 +58,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
             if not who:
                 self._store.tenants.check_unseen(tenant, admin=True)
         except KVStoreError as error:
-            log.warning("administration refused", **facts, reason=str(error))
+            self.refused(what, context, error, tenant)
             raise
         tell = log.debug if what == "Status" else log.info
         tell("administration", **facts, who=who or "whoever may open the socket")

@@ -93,16 +93,20 @@ async def abort(context: Any, error: KVStoreError) -> NoReturn:
 def answers(
     method: Callable[[Any, Any, Any], Coroutine[Any, Any, T]],
 ) -> Callable[[Any, Any, Any], Awaitable[T]]:
-    """For a method of a servicer, which has a RequestLog as its `requests` and an Access as its `access`: no
-    work after the deadline or for strangers, every error becomes its status, and what there is to say of the
-    call is said."""
+    """For a method of a servicer, which has a RequestLog as its `requests`, an Access as its `access`, and is
+    told by `refused` of strangers: no work after the deadline or for those, every error becomes its status,
+    and what there is to say of the call is said."""
     name = method.__name__
 
     async def checked(self: Any, request: Any, context: Any, call: Call) -> T:
         left_s = context.time_remaining()
         if left_s is not None and left_s <= 0:
             raise DeadlineExceeded("the deadline passed before the call began")
-        self.access.known(peer_of(context))
+        try:
+            self.access.known(peer_of(context))
+        except KVStoreError as error:
+            self.refused(name, context, error)
+            raise
         call.request = read(request)
         return await method(self, call.request, context)
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from kvstore.errors import BadRequest, LimitExceeded, Refused
+from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Refused
 from kvstore.group import Group
 from kvstore.rpc.api import asking, observing, saving
 from kvstore.rpc.api.access import Access, Peer, Verb, peer_of
@@ -67,6 +67,9 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
         if self._publishing:
             await asyncio.wait(self._publishing)
         self.holdings.close()
+
+    def refused(self, call: str, context: Any, error: KVStoreError) -> None:
+        """A stranger called: the call's own line in the log says so."""
 
     def _check(self, context: Any, verb: Verb, tenant: str) -> None:
         self._check_peer(peer_of(context), verb, tenant)
