@@ -104,13 +104,15 @@ class _Account:
     """What is counted of one tenant, or of what a group shares.
 
     Attributes:
+        owner: the tenant's name, or the group's.
         number: in the native pools; 0 is nobody's.
         limits: its table of the configuration.
         full_until_s: until then there is no room on the disk.
         refused: calls, or parts of offers, that were refused, by reason.
     """
 
-    def __init__(self, number: int, limits: Quota) -> None:
+    def __init__(self, owner: str, number: int, limits: Quota) -> None:
+        self.owner = owner
         self.number = number
         self.limits = limits
         self.full_until_s = -math.inf
@@ -155,7 +157,7 @@ class Quotas:
     def _set(self, owner: str, reuse: Reuse, limits: Quota) -> None:
         account = self._accounts.get((owner, reuse))
         if account is None:
-            account = self._accounts[owner, reuse] = _Account(len(self._accounts) + 1, limits)
+            account = self._accounts[owner, reuse] = _Account(owner, len(self._accounts) + 1, limits)
         before = account.limits
         account.set_limits(limits)
         # Only accounts with a limit cost something: none is named that never had one.
@@ -187,9 +189,9 @@ class Quotas:
             return ""
         now_s, most = self._clock.now(), account.limits.leases_max
         if most and held >= most:
-            return self._refuse(account, Refused.LEASES, tenant, "it holds as many")
+            return self._refuse(account, Refused.LEASES, "it holds as many")
         if not account.lookups.has(1, now_s):
-            return self._refuse(account, Refused.LOOKUPS, tenant, "it asks more often")
+            return self._refuse(account, Refused.LOOKUPS, "it asks more often")
         account.lookups.take(1, now_s)
         return ""
 
@@ -198,7 +200,7 @@ class Quotas:
         account = self._accounts.get((tenant, Reuse.OWN))
         if account is None or account.saves.has(1, self._clock.now()):
             return ""
-        return self._refuse(account, Refused.SAVES, tenant, "it saves more")
+        return self._refuse(account, Refused.SAVES, "it saves more")
 
     def saves(self, tenant: str, size_bytes: int) -> None:
         """A tenant was given slots for so many bytes."""
@@ -211,13 +213,12 @@ class Quotas:
         account = self._of_root.get(root)
         if account is None:
             return "a quota is used up"
-        owner = next(key[0] for key, value in self._accounts.items() if value is account)
-        return self._refuse(account, Refused.HOST_BYTES, owner, "its other blocks are in use")
+        return self._refuse(account, Refused.HOST_BYTES, "its other blocks are in use")
 
-    def _refuse(self, account: _Account, why: Refused, owner: str, because: str) -> str:
+    def _refuse(self, account: _Account, why: Refused, because: str) -> str:
         account.refused[why] += 1
         table = "tenants" if isinstance(account.limits, TenantConfig) else "shared"
-        return f"{table}.{why} = {getattr(account.limits, why)} of {owner}: {because}"
+        return f"{table}.{why} = {getattr(account.limits, why)} of {account.owner}: {because}"
 
     # ---- the disk ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.config import Config, SharedConfig, TenantConfig
+from kvstore.config import SharedConfig, TenantConfig
 from kvstore.quotas import Quotas
 from kvstore.testing import SessionDriver, StoreDriver, small_config, small_disk, small_layout
 from kvstore.types import Reuse
@@ -312,5 +312,3 @@ def test_mixed_load_the_one_who_floods_costs_the_others_nothing(stage: Stage) ->
 def test_accounts_that_have_no_limit_cost_nothing(stage: Stage) -> None:
     driver = stage(*(TenantConfig(name=f"t{number}") for number in range(50)))
     assert driver.group().quotas.report() == {}
-    config: Config = driver.config
-    assert config.shared == ()
