@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON ?= $(PYTHON)
 JOBS ?= $(shell nproc)
-EXTRAS ?= torch,bench,dev
+EXTRAS ?= torch,bench,router,dev
 
 .PHONY: demo test build lint native-test pytest fuzz protos soak numbers explore format clean system doctest
 
