@@ -141,8 +141,8 @@ class DiskPool:
     def take_stored(self) -> U8: ...
     def take_removed(self) -> U8: ...
     def take_dropped(self) -> dict[str, int]:
-        """evicted, reinserted, over_budget, over_limit, rot, lost, events_lost, reinserted_bytes since the
-        last call."""
+        """evicted, reinserted, over_budget, over_limit, rot, lost, events_lost, reinserted_bytes, compacted
+        (segments) since the last call."""
     def counts(self) -> dict[str, int]:
         """Segments by state, records, live_bytes, writing, capacity_bytes, file_bytes."""
     def check(self) -> None: ...

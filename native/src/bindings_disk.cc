@@ -197,6 +197,7 @@ nb::dict pool_dropped(DiskPoolHandle& self) {
   out["reinserted"] = d.reinserted;
   out["over_budget"] = d.over_budget;
   out["over_limit"] = d.over_limit;
+  out["compacted"] = d.compacted;
   out["rot"] = d.rot;
   out["lost"] = d.lost;
   out["events_lost"] = d.events_lost;

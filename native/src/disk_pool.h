@@ -233,6 +233,8 @@ class DiskPool final : public Place {
     std::vector<Move> moves;
     std::size_t open = 0;              // of them, under way
     std::vector<std::pair<std::uint32_t, std::uint64_t>> syncs;
+    bool compacts = false;             // all that lives moves: see disk_pool_trim.cc
+    std::uint32_t pages_left = 0;      // of what then moves, its part of a footer included
     bool keep = false;                 // something could not be moved: the segment stays
     bool failed = false;               // because the disk refused
   };
@@ -261,6 +263,7 @@ class DiskPool final : public Place {
   DiskRecord& record(RecordRef ref) { return segments_[ref.segment].records[ref.record]; }
   const DiskRecord& record(RecordRef ref) const { return segments_[ref.segment].records[ref.record]; }
   const SlotFormat& format_of(RecordRef ref) const { return formats_[record(ref).format]; }
+  std::uint32_t pages_of(const DiskRecord& record) const { return record_pages(formats_[record.format]); }
   bool fits(std::uint32_t pages) const noexcept { return kHeaderPages + pages + footer_pages(1) <= segment_pages_; }
   std::uint32_t allocate(std::uint32_t pages, For what);
   RecordRef append(std::uint32_t segment, const DiskRecord& record);
@@ -274,6 +277,7 @@ class DiskPool final : public Place {
 
   // disk_pool_trim.cc
   std::uint32_t next_written(std::uint64_t after) const noexcept;
+  std::uint32_t compactable() const noexcept;
 
   // disk_pool_write.cc
   void require_blocks(std::span<const NodeId> nodes, std::span<const SlotId> slots, const SlotFormat& format) const;

@@ -127,6 +127,7 @@ NodeId DiskPool::take_up(RecordRef ref, const FooterEntry& entry, DiskAdopted& o
   nodes_.grow();
   segment.records[ref.record] = {node, entry.page, entry.payload_crc, static_cast<std::uint16_t>(format), false};
   ++segment.live;
+  segment.live_pages += pages_of(segment.records[ref.record]);
   ++index_.node(node).holders;
   index_.changed();
   nodes_.place(node, ref, OnDisk::kReadable);

@@ -72,14 +72,17 @@ void DiskPool::check_segment(std::uint32_t segment) const {
 
   std::vector<std::pair<std::uint32_t, std::uint32_t>> taken;  // pages
   std::size_t live = 0;
+  std::uint32_t live_pages = 0;
   for (std::uint32_t i = 0; i < s.records.size(); ++i) {
     const DiskRecord& r = s.records[i];
     if (r.node == kNone) continue;
     ++live;
+    live_pages += pages_of(r);
     check_record({segment, i});
-    taken.emplace_back(r.page, r.page + kHeaderPages + formats_[r.format].slot_bytes() / kPageBytes);
+    taken.emplace_back(r.page, r.page + pages_of(r));
   }
-  if (live != s.live) unlawful("segment", segment, "counts other live records");
+  if (live != s.live || live_pages != s.live_pages) unlawful("segment", segment, "counts other live records");
+  if (s.live_pages + s.trimmed_pages > s.next_page) unlawful("segment", segment, "has more holes than room");
   std::sort(taken.begin(), taken.end());
   for (std::size_t i = 0; i < taken.size(); ++i) {
     if (taken[i].first < kHeaderPages || taken[i].second > s.next_page)

@@ -74,11 +74,14 @@ void DiskPool::begin_evacuation() {
   if (std::exchange(pins_ended_, false))
     for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kSealed)])
       if (segments_[segment].failures == 0) segments_[segment].passed_over = false;
-  const std::uint32_t segment = victim();
+  const std::uint32_t compacted = compactable();
+  const std::uint32_t segment = compacted != kNone ? compacted : victim();
   stuck_ = segment == kNone;
   if (stuck_) return;
   Evacuation evacuation;
   evacuation.segment = segment;
+  evacuation.compacts = compacted != kNone;
+  if (evacuation.compacts) evacuation.pages_left = segments_[segment].live_pages + footer_pages(segments_[segment].live);
   evacuation.used_since = std::max(segments_[segment].age, over_ ? leaving_age() : 0);
   evacuation.marks = Zeroed<std::uint64_t>((index_.ids() + 63) / 64);
   index_.each_pinned([&](NodeId node) { evacuation.pinned.push_back(node); });
@@ -152,7 +155,7 @@ void DiskPool::choose(std::size_t& steps) {
   for (; e.at < segment.records.size(); ++e.at) {
     if (steps == 0) return;
     const NodeId node = segment.records[e.at].node;
-    const bool stays = node != kNone && (nodes_[node].stamp > e.used_since || marked(node));
+    const bool stays = node != kNone && (e.compacts || nodes_[node].stamp > e.used_since || marked(node));
     if (stays) e.chosen.push_back(e.at);
     if (stays || node == kNone)
       --steps;
@@ -170,6 +173,7 @@ void DiskPool::split_by_budget() {
   Evacuation& e = *evacuation_;
   const DiskSegment& segment = segments_[e.segment];
   std::erase_if(e.chosen, [&](std::uint32_t i) { return segment.records[i].node == kNone; });
+  if (e.compacts) return;
   const auto rank = [&](std::uint32_t i) {
     const NodeId node = segment.records[i].node;
     return std::tuple(!marked(node), ~nodes_[node].stamp, index_.node(node).depth);
@@ -238,7 +242,9 @@ void DiskPool::copy(std::size_t& steps) {
     work.first = first;
     works_.emplace(mover_->relocate(std::move(orders)), work);
   }
-  if (e.at == e.chosen.size()) e.phase = Evacuation::Phase::kWait;
+  if (e.at < e.chosen.size()) return;
+  e.pages_left = 0;
+  e.phase = Evacuation::Phase::kWait;
 }
 
 // False: there is no room now, but there will be.
@@ -252,17 +258,18 @@ bool DiskPool::copy_one(std::uint32_t from, std::vector<RelocateOrder>& orders, 
     return true;
   }
   const RecordAt source = place_of(old);
-  const std::uint32_t pages = kHeaderPages + static_cast<std::uint32_t>(source.format.slot_bytes() / kPageBytes);
+  const std::uint32_t pages = record_pages(source.format);
   const std::uint32_t segment = fits(pages) ? allocate(pages, For::kMove) : kNone;
   if (segment == kNone) {
     if (spares() > 0 && fits(pages)) return false;
-    const bool stays = marked(node) && fits(pages);  // where it is, and the segment as well
+    const bool stays = (e.compacts || marked(node)) && fits(pages);  // where it is, and the segment as well
     e.keep |= stays;
     if (stays) --steps;
     if (stays || kill_tree(node, dropped_.over_budget, steps)) ++e.at;
     return true;
   }
   --steps;
+  e.pages_left -= std::min(e.pages_left, pages);
   DiskRecord copy = record(old);
   copy.copy = true;
   const RecordRef to = append(segment, copy);
@@ -354,6 +361,7 @@ void DiskPool::end_evacuation() {
     if (segment.live == 0) emptied_.push_back(e.segment);
     evacuation_.reset();
   } else if (segment.idle()) {
+    dropped_.compacted += e.compacts;
     move(e.segment, SegmentState::kFree);
     evacuation_.reset();
   }

@@ -1,9 +1,25 @@
-// Room within one account's share of the disk.
+// Room within one account's share of the disk, and how it becomes room in the log.
+//
+// What trim() takes leaves holes, and a log has no use for a hole: whoever writes within its limit would turn it as
+// fast as one without, and whatever others have not used since they wrote it would fall off its end. So where a
+// segment consists of such holes by kCompactShare or more, it is *compacted* before any segment is evacuated in the
+// usual way: everything that lives in it is written again, used or not, and nobody loses anything. A page that is
+// gained so costs at most (1 - kCompactShare) / kCompactShare = 3 pages that are written again.
+//
+// It follows that an account within its limit pushes nobody out as long as all that lives takes at most
+// 1 - kCompactShare of the segments that are neither spare nor being filled: then one of them has that many holes.
+// (After a restart the holes are records again until their account is trimmed again.)
 #include <string>
 
 #include "disk_pool.h"
 
 namespace kv {
+
+namespace {
+
+constexpr double kCompactShare = 0.25;
+
+}  // namespace
 
 void DiskPool::claim(NodeId root, Account account) {
   require_open();
@@ -20,6 +36,21 @@ std::uint32_t DiskPool::next_written(std::uint64_t after) const noexcept {
         (found == kNone || segments_[s].sequence < segments_[found].sequence))
       found = s;
   return found;
+}
+
+// The segment with the most holes, if they are enough and what lives in it has a place to go; else kNone.
+std::uint32_t DiskPool::compactable() const noexcept {
+  if (over_ || readable_ + writing_ > options_.records_max) return kNone;
+  std::uint32_t found = kNone;
+  for (std::uint32_t segment : in_[static_cast<std::size_t>(SegmentState::kSealed)]) {
+    const DiskSegment& s = segments_[segment];
+    if (s.passed_over || !s.idle() || s.live == 0 || s.trimmed_pages < kCompactShare * s.pages) continue;
+    if (found == kNone || s.trimmed_pages > segments_[found].trimmed_pages) found = segment;
+  }
+  if (found == kNone || spares() > 0) return found;
+  const std::uint32_t needed = segments_[found].live_pages + footer_pages(segments_[found].live);
+  const bool fits = filling_ != kNone && segments_[filling_].next_page + needed <= segments_[filling_].end_page(1);
+  return fits ? found : kNone;
 }
 
 // A round goes through the segments from the oldest on, and through each from its end: there a chain's leaves are. What
@@ -46,6 +77,7 @@ bool DiskPool::trim(Account account, std::size_t bytes, NodeId keep) {
       if (r.node == kNone || r.copy || r.node == above || nodes_[r.node].first_child != kNone) continue;
       if (!nodes_.readable(r.node) || index_.node(r.node).pins > 0 || usage_.account(index_.root_of(r.node)) != account) continue;
       if (nodes_[r.node].stamp > segment.age && !t.used_too) continue;
+      segments_[s].trimmed_pages += pages_of(r);
       kill(r.node);
       ++dropped_.over_limit;
       t.found = true;

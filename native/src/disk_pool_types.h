@@ -53,6 +53,7 @@ struct DiskDropped {
   std::size_t lost = 0;         // could not be written or moved, or their parent's could not
   std::size_t events_lost = 0;  // keys that take_stored() and take_removed() do not tell of
   std::size_t reinserted_bytes = 0;
+  std::size_t compacted = 0;    // segments whose holes became room, and nothing that lived was given up
 };
 
 struct DiskAdopted {

@@ -13,10 +13,6 @@ namespace {
 
 std::string at(const char* what, std::size_t i) { return std::string(what) + "[" + std::to_string(i) + "]: "; }
 
-std::uint32_t pages_of(const SlotFormat& format) {
-  return kHeaderPages + static_cast<std::uint32_t>(format.slot_bytes() / kPageBytes);
-}
-
 }  // namespace
 
 // ---- what a caller must have right -----------------------------------------------------------------------
@@ -65,7 +61,7 @@ DiskPool::Begun DiskPool::write(std::span<const NodeId> nodes, std::span<const S
   require_blocks(nodes, slots, format);
   require_chain(nodes);
   require_saved(nodes, slots, format);
-  const std::uint32_t pages = pages_of(format);
+  const std::uint32_t pages = record_pages(format);
   if (!fits(pages))
     throw Invalid("format: a block of " + std::to_string(format.slot_bytes()) + " bytes does not fit a segment of " +
                   std::to_string(std::size_t{segment_pages_} * kPageBytes));

@@ -21,7 +21,8 @@ std::uint32_t DiskPool::allocate(std::uint32_t pages, For what) {
     }
     // The last segment: what is worth keeping of the oldest must find room here, or nothing ever gets free.
     const bool last = what == For::kSave && spares() == 0 && !can_create();
-    const auto kept_free = last ? static_cast<std::uint32_t>(std::ceil(options_.reinsert_share * segment.pages)) : 0;
+    const auto share = static_cast<std::uint32_t>(std::ceil(options_.reinsert_share * segment.pages));
+    const std::uint32_t kept_free = last ? std::max(share, evacuation_ ? evacuation_->pages_left : 0) : 0;
     return segment.next_page + pages + kept_free <= end ? filling_ : kNone;
   }
 }
@@ -31,7 +32,8 @@ RecordRef DiskPool::append(std::uint32_t segment, const DiskRecord& record) {
   DiskSegment& s = segments_[segment];
   s.records.push_back(record);
   s.records.back().page = s.next_page;
-  s.next_page += kHeaderPages + static_cast<std::uint32_t>(formats_[record.format].slot_bytes() / kPageBytes);
+  s.next_page += pages_of(record);
+  s.live_pages += pages_of(record);
   ++s.live;
   ++s.writing;
   ++index_.node(record.node).holders;
@@ -56,7 +58,9 @@ RecordAt DiskPool::place_of(RecordRef ref) const {
 void DiskPool::release(RecordRef ref) {
   DiskRecord& r = record(ref);
   const NodeId node = std::exchange(r.node, kNone);
-  if (--segments_[ref.segment].live == 0) emptied_.push_back(ref.segment);
+  DiskSegment& s = segments_[ref.segment];
+  s.live_pages -= pages_of(r);
+  if (--s.live == 0) emptied_.push_back(ref.segment);
   --index_.node(node).holders;
   index_.changed();
   index_.reap(node);

@@ -68,6 +68,8 @@ struct DiskSegment {
   std::uint32_t next_page = 0; // first one that no record has
   std::vector<DiskRecord> records;
   std::size_t live = 0;        // records that are not dead
+  std::uint32_t live_pages = 0;     // of those
+  std::uint32_t trimmed_pages = 0;  // of those that an account gave up for others of its own: see trim()
   std::size_t writing = 0;     // orders under way into it
   std::size_t readers = 0;     // orders under way from it
   int error = 0;               // errno that made it BROKEN

@@ -9,7 +9,7 @@
 namespace kv::moves {
 namespace {
 
-std::size_t record_bytes(const SlotFormat& format) { return kHeaderPages * kPageBytes + format.slot_bytes(); }
+std::size_t record_bytes(const SlotFormat& format) { return record_pages(format) * kPageBytes; }
 std::uint64_t offset_of(std::uint32_t page) { return std::uint64_t{page} * kPageBytes; }
 
 bool same(const SlotFormat& a, const SlotFormat& b) {

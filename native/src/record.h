@@ -34,6 +34,11 @@ inline constexpr std::uint32_t kSegmentPagesMax = 262144;
 inline constexpr std::uint32_t kSegmentPagesMin = 5;
 using StoreId = std::array<std::uint8_t, 16>;  // random, of one directory
 
+// What a block of this format takes, its header included.
+inline std::uint32_t record_pages(const SlotFormat& format) {
+  return kHeaderPages + static_cast<std::uint32_t>(format.slot_bytes() / kPageBytes);
+}
+
 // What makes a directory one of ours.
 struct Manifest {
   std::uint32_t version = kDiskVersion;
@@ -71,7 +76,7 @@ struct FooterEntry {
   std::uint32_t payload_crc = 0;
   SlotFormat format;
 
-  std::uint32_t pages() const { return kHeaderPages + static_cast<std::uint32_t>(format.slot_bytes() / kPageBytes); }
+  std::uint32_t pages() const { return record_pages(format); }
 };
 inline constexpr std::size_t kFooterEntryBytes = 96;
 

@@ -34,7 +34,7 @@ const SlotFormat kFormats[] = {format_of_pages(29), format_of_pages(17)};
 
 struct Totals {
   std::size_t evicted = 0, reinserted = 0, over_budget = 0, rot = 0, lost = 0, read = 0, corrupt = 0, failed = 0;
-  std::size_t flushed = 0, reopened = 0, found = 0, troubles = 0;
+  std::size_t flushed = 0, reopened = 0, found = 0, troubles = 0, over_limit = 0, compacted = 0;
 };
 
 struct Life {
@@ -135,6 +135,19 @@ struct Life {
       CHECK(rig->pool->drop(id) == (id != kNone && readable(name)));
     }
   }
+  // One of two accounts that share the disk gets a smaller limit, and gives up what is too much.
+  void limit() {
+    const Name owner = random.below(2);
+    rig->pool->claim(rig->root(owner), owner + 1);
+    const std::size_t block = kFormats[owner].slot_bytes();
+    rig->pool->set_limit(owner + 1, random.chance(20) ? kUnlimited : block * (1 + random.below(6)));
+    const std::size_t more = block * (1 + random.below(3));
+    bool fits = false;
+    for (int slice = 0; slice < 50 && !fits; ++slice)
+      fits = rig->pool->trim(owner + 1, more, random.chance(50) ? node(some()) : kNone);
+    const std::size_t limit = rig->pool->usage().limit(owner + 1);
+    CHECK(fits == (more <= limit && rig->pool->usage().used(owner + 1) <= limit - more));
+  }
   void fail() {
     FaultSpec spec;
     spec.seed = random.next();
@@ -198,13 +211,15 @@ struct Life {
       touch();
     } else if (dice < 60) {
       pin();
-    } else if (dice < 62) {
+    } else if (dice < 61) {
       forget();
-    } else if (dice < 66) {
+    } else if (dice < 65) {
+      limit();
+    } else if (dice < 68) {
       flush();
-    } else if (dice < 69) {
+    } else if (dice < 71) {
       fail();
-    } else if (dice < 70) {
+    } else if (dice < 72) {
       reopen();
     } else {
       wait();
@@ -310,6 +325,8 @@ struct Life {
     totals.over_budget += dropped.over_budget;
     totals.rot += dropped.rot;
     totals.lost += dropped.lost;
+    totals.over_limit += dropped.over_limit;
+    totals.compacted += dropped.compacted;
   }
 
  public:
@@ -341,11 +358,13 @@ Totals live(bool rots, std::uint64_t first, std::uint64_t seeds, int steps) {
     sum.evicted += t.evicted, sum.reinserted += t.reinserted, sum.over_budget += t.over_budget, sum.rot += t.rot;
     sum.lost += t.lost, sum.read += t.read, sum.corrupt += t.corrupt, sum.failed += t.failed;
     sum.flushed += t.flushed, sum.reopened += t.reopened, sum.found += t.found, sum.troubles += t.troubles;
+    sum.over_limit += t.over_limit, sum.compacted += t.compacted;
   }
   MESSAGE("evicted " << sum.evicted << ", reinserted " << sum.reinserted << ", over budget " << sum.over_budget
                      << ", rot " << sum.rot << ", lost " << sum.lost << ", read " << sum.read << ", corrupt "
                      << sum.corrupt << ", failed " << sum.failed << ", flushed " << sum.flushed << ", reopened "
-                     << sum.reopened << ", found " << sum.found << ", troubles " << sum.troubles);
+                     << sum.reopened << ", found " << sum.found << ", troubles " << sum.troubles
+                     << ", over limit " << sum.over_limit << ", compacted " << sum.compacted);
   return sum;
 }
 
@@ -359,6 +378,8 @@ TEST_CASE("disk pool model: on a disk that fails, nothing acknowledged is lost a
   CHECK(totals.flushed > 10);
   CHECK(totals.reopened >= 4);
   CHECK(totals.found > 30);
+  CHECK(totals.over_limit > 5);
+  CHECK(totals.compacted > 0);
 }
 
 TEST_CASE("disk pool model: on a disk that rots, nothing wrong is read") {

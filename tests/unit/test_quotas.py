@@ -186,6 +186,31 @@ def test_on_the_disk_a_tenant_gives_up_its_oldest_for_its_newest(stage: Stage, t
     assert driver.nvme.counters.dropped["over_limit"] >= 4
 
 
+@pytest.mark.parametrize("quota", [True, False])
+def test_on_the_disk_a_flood_within_its_quota_turns_the_log_for_nobody_else(
+    stage: Stage, tmp_path: Path, quota: bool
+) -> None:
+    """What others never use again stays; without the quota the same flood takes all of it, or it would prove nothing."""
+    limit = {"nvme_bytes": 100 * SLOT} if quota else {}
+    driver = stage(TenantConfig(name="alice", **limit), TenantConfig(name="bob"), disk=tmp_path)
+    alice, bob = driver.attach(("alice",)), driver.attach(("bob",))
+    for name in range(20):
+        assert save(bob, name, 4) == 4
+        save(alice, 100 + name, 4)
+        driver.settle()
+    assert on_disk(driver, "bob") == 80
+    capacity = driver.config.nvme.capacity_bytes
+    for name in range(1000, 1000 + 3 * capacity // (4 * SLOT)):
+        save(alice, name, 4)
+        driver.settle()
+    assert on_disk(driver, "bob") == (80 if quota else 0)
+    assert (driver.nvme.counters.dropped["compacted"] > 0) is quota
+    assert driver.nvme.counters.dropped["reinserted"] <= 3 * 3 * capacity // SLOT
+    if quota:
+        assert all(holds(bob, name, 4) == 4 for name in range(20))
+        assert 50 < on_disk(driver, "alice") <= 100
+
+
 def test_a_days_writes_of_one_tenant_are_its_own(stage: Stage, tmp_path: Path) -> None:
     daily = 4 * SLOT
     driver = stage(
