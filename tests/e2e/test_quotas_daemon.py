@@ -48,7 +48,7 @@ def test_who_floods_costs_the_others_nothing(stage: Scene, quota: bool, flood: b
 
 @pytest.mark.parametrize("quota", [True, False])
 def test_who_floods_the_disk_costs_the_others_nothing(stage: Scene, quota: bool) -> None:
-    """bob is away while alice writes the log full three times; then he comes back to what HOST has long lost."""
+    """bob is away while alice fills the log three times; then he comes back to what HOST has long lost."""
     limit = f"nvme_bytes = {QUOTA_BYTES}\n" if quota else ""
     disk = nvme_settings(stage.folder / "nvme", capacity_bytes='"12MiB"', segment_bytes='"1MiB"')
     daemon = stage.start_daemon(

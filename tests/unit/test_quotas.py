@@ -194,10 +194,9 @@ def test_on_the_disk_a_tenant_gives_up_its_oldest_for_its_newest(stage: Stage, t
 def test_on_the_disk_a_flood_within_its_quota_turns_the_log_for_nobody_else(
     stage: Stage, tmp_path: Path, quota: bool
 ) -> None:
-    """What bob never uses again stays. Without the quota the same flood takes all of it, or it would prove nothing."""
-    limit = {"nvme_bytes": 60 * SLOT} if quota else {}
-    alice_too = TenantConfig(name="alice", **limit)
-    driver = stage(alice_too, TenantConfig(name="bob"), disk=tmp_path, disk_bytes=32 * MIB)
+    """What bob never uses again stays. Without the quota the same flood takes all, or it would prove nothing."""
+    flooding = TenantConfig(name="alice", nvme_bytes=60 * SLOT if quota else 0)
+    driver = stage(flooding, TenantConfig(name="bob"), disk=tmp_path, disk_bytes=32 * MIB)
     alice, bob = driver.attach(("alice",)), driver.attach(("bob",))
     for name in range(15):
         assert save(bob, name, 4) == 4
