@@ -160,8 +160,8 @@ def test_a_reload_sets_lifts_and_lowers_limits(stage: Stage) -> None:
 
 
 def on_disk(driver: StoreDriver, owner: str) -> int:
-    used = driver.group().quotas.report().get(owner, {"nvme_bytes": 0})  # who has nothing is not listed
-    return int(used["nvme_bytes"]) // SLOT  # type: ignore[call-overload]
+    report = driver.group().quotas.report()  # who has nothing is not listed
+    return int(report[owner]["nvme_bytes"]) // SLOT if owner in report else 0  # type: ignore[call-overload]
 
 
 def test_on_the_disk_a_tenant_gives_up_its_oldest_for_its_newest(stage: Stage, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_on_the_disk_a_tenant_gives_up_its_oldest_for_its_newest(stage: Stage, t
 def test_on_the_disk_a_flood_within_its_quota_turns_the_log_for_nobody_else(
     stage: Stage, tmp_path: Path, quota: bool
 ) -> None:
-    """What bob never uses again stays. Without the quota the same flood takes all, or it would prove nothing."""
+    """What bob never uses stays. Without the quota the same flood takes all: or it would prove nothing."""
     flooding = TenantConfig(name="alice", nvme_bytes=60 * SLOT if quota else 0)
     driver = stage(flooding, TenantConfig(name="bob"), disk=tmp_path, disk_bytes=32 * MIB)
     alice, bob = driver.attach(("alice",)), driver.attach(("bob",))
