@@ -131,7 +131,7 @@ fuzz: build
 	$(BIN)/python -m tests.fuzz.grpc_messages --messages $(FUZZ_MESSAGES)
 
 protos: build
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. kvstore/v1/store.proto
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. kvstore/v1/store.proto kvstore/v1/routing.proto
 
 soak: build
 	$(BIN)/python tests/e2e/keep_rounds.py --rounds 100

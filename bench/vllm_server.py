@@ -13,7 +13,7 @@ from typing import Any
 from bench.vllm_processes import Child, EngineFailed
 from bench.vllm_settings import Settings, environment
 
-__all__ = ["ApiServer"]
+__all__ = ["ApiServer", "free_port"]
 
 _START_S = 180.0
 _ANSWER_S = 600.0
@@ -26,13 +26,11 @@ class ApiServer(Child):
         folder: for the log.
         settings: of the engine; tokens become text here, so the model needs its tokenizer.
         name: of the log.
-
-    Raises:
-        EngineFailed: it did not become healthy.
+        port: to listen on; 0 = any free one.
     """
 
-    def __init__(self, folder: Path, settings: Settings, name: str = "server") -> None:
-        self.port = _free_port()
+    def __init__(self, folder: Path, settings: Settings, name: str = "server", port: int = 0) -> None:
+        self.port = port or free_port()
         self.model = settings.model
         flags = {**settings.arguments(), "host": "127.0.0.1", "port": self.port}
         flags["skip_tokenizer_init"] = False
@@ -161,7 +159,8 @@ class _Connection(http.client.HTTPConnection):
         self.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

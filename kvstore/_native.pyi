@@ -7,7 +7,8 @@ A caller's mistake raises ValueError; a broken invariant raises RuntimeError.
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore._native_disk import *  # noqa: F403 one module at run time, two stubs to read
+from kvstore._native_disk import *  # noqa: F403 one module at run time, three stubs to read
+from kvstore._native_router import *  # noqa: F403
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -93,8 +94,7 @@ class SlotFormat:
     layers: int
     heads: int
     cell_bytes: int
-    @property
-    def cell_stride(self) -> int: ...
+    cell_stride: int
     @property
     def table_offset(self) -> int: ...
     @property

@@ -31,6 +31,7 @@ from kvstore.store import Store
 
 if TYPE_CHECKING:
     from kvstore.rpc.api.server import GrpcServer
+    from kvstore.rpc.zmq_events import ZmqEvents
 
 __all__ = ["Daemon", "configure_logs", "serve"]
 
@@ -57,6 +58,8 @@ class Daemon:
         self._disks: DiskLoop | None = None
         self.api: GrpcServer | None = None
         """The public API, while it listens."""
+        self.events: ZmqEvents | None = None
+        """Publishes KV events, while it does."""
 
     def open(self, progress: ShowProgress | None = None) -> None:
         """Make the arenas (slow: every page is touched), read the disks.
@@ -91,7 +94,7 @@ class Daemon:
         return self._server
 
     async def open_api(self) -> None:
-        """Open the gRPC API where `grpc.listen` says, if anywhere.
+        """Open the gRPC API where `grpc.listen` says, publish events where `events.zmq` does, if anywhere.
 
         Raises:
             ConfigError: an address is in use or cannot be bound.
@@ -102,6 +105,12 @@ class Daemon:
             checks = self._checks_on(asyncio.get_running_loop())
             self.api = GrpcServer(self.store, requests=self._requests, checks=checks)
             await self.api.open()
+        events = self.config.events
+        if events.zmq or events.zmq_replay:
+            from kvstore.rpc.zmq_events import ZmqEvents  # needs pyzmq, which only a router's machine has
+
+            self.events = ZmqEvents(self.store)
+            self.events.open()
 
     def _checks_on(self, loop: asyncio.AbstractEventLoop) -> Checks:
         """One for all doors: two that run at once would check everything twice."""
@@ -110,10 +119,15 @@ class Daemon:
         return self._checks
 
     async def close_api(self) -> None:
-        """End the gRPC API: calls may finish within `grpc.stop_s`."""
+        """End the publishing of events and the gRPC API: calls may finish within `grpc.stop_s`."""
         api, self.api = self.api, None
-        if api is not None:
-            await api.close()
+        events, self.events = self.events, None
+        try:
+            if events is not None:
+                await events.close()
+        finally:
+            if api is not None:
+                await api.close()
 
     def close(self, *, keep: bool = False) -> None:
         """Close every session, remove the socket, drop the arenas (`keep`: the next daemon gets them)."""
@@ -182,6 +196,7 @@ async def serve(
             version=__version__,
             socket=config.daemon.socket,
             grpc=daemon.api.addresses if daemon.api is not None else [],
+            events=daemon.events.addresses if daemon.events is not None else [],
             pid=os.getpid(),
             groups=config.groups(),
             capacity_bytes=config.host.capacity_bytes,

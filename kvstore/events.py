@@ -19,8 +19,10 @@ from kvstore.types import Tier
 
 # Most events are one save of a prompt; a log of larger ones keeps fewer, so that its memory has a bound.
 KEYS_PER_EVENT = 100
+# What is longer becomes several events: 1 MiB, 2 ms to put on a wire.
+KEYS_PER_EVENT_MAX = 32_768
 
-__all__ = ["EventKind", "EventLag", "EventLog", "KVEvent", "Replay", "Snapshot"]
+__all__ = ["EventKind", "EventLag", "EventLog", "KVEvent", "Published", "Replay", "Snapshot"]
 
 
 class EventKind(enum.StrEnum):
@@ -86,6 +88,26 @@ class EventLag:
     seconds: float
 
 
+@dataclass(slots=True)
+class Published:
+    """What left a log over ZMQ (rpc/zmq_events.py).
+
+    Attributes:
+        batches: sent to whoever listens.
+        replays, snapshots: that were asked for, and begun.
+        abandoned: of these, given up because the one who asked did not read.
+        refused: not begun, because too many were under way.
+        bad_requests: frames that ask for nothing.
+    """
+
+    batches: int = 0
+    replays: int = 0
+    snapshots: int = 0
+    abandoned: int = 0
+    refused: int = 0
+    bad_requests: int = 0
+
+
 class EventLog:
     """A bounded ring of events with one wake-up callback per subscriber.
 
@@ -104,11 +126,21 @@ class EventLog:
         self._listeners: dict[int, Callable[[], None]] = {}
         self._next_listener = 0
         self._heard: dict[int, int] = {}  # listener → last sequence that it has passed on
+        self.published = Published()
 
     @property
     def sequence(self) -> int:
         """Number of the newest event, 0 before the first."""
         return self._sequence
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest event that is kept; of the next one, if none is."""
+        return self._ring[0].sequence if self._ring else self._sequence + 1
+
+    def happened_s(self, sequence: int) -> float:
+        """When an event that is kept happened, on the log's clock."""
+        return self._times_s[sequence - self.oldest]
 
     def append(
         self,
@@ -119,15 +151,26 @@ class EventLog:
         engine: bytes = b"",
         parent: bytes = b"",
     ) -> None:
-        """Record one event; nothing happens when `keys` is empty and the kind is not CLEARED."""
-        if not len(keys) and kind is not EventKind.CLEARED:
+        """Record one event, or several for more than KEYS_PER_EVENT_MAX keys.
+
+        Nothing happens when `keys` is empty and the kind is not CLEARED.
+        """
+        if kind is EventKind.CLEARED:
+            self._append(KVEvent(self._sequence + 1, kind, tier, engine, parent, keys))
             return
-        self._sequence += 1
+        for start in range(0, len(keys), KEYS_PER_EVENT_MAX):
+            part = keys[start : start + KEYS_PER_EVENT_MAX]
+            if start and parent:
+                parent = keys[start - 1].tobytes()
+            self._append(KVEvent(self._sequence + 1, kind, tier, engine, parent, part))
+
+    def _append(self, event: KVEvent) -> None:
+        self._sequence = event.sequence
         if len(self._ring) == self._ring.maxlen:
             self._keys -= len(self._ring[0].keys)
-        self._ring.append(KVEvent(self._sequence, kind, tier, engine, parent, keys))
+        self._ring.append(event)
         self._times_s.append(self._clock.now())
-        self._keys += len(keys)
+        self._keys += len(event.keys)
         while self._keys > self._keys_max and len(self._ring) > 1:
             self._keys -= len(self._ring.popleft().keys)
             self._times_s.popleft()
@@ -142,7 +185,7 @@ class EventLog:
             sequence: last event that it has seen.
             most: at most that many events.
         """
-        oldest = self._ring[0].sequence if self._ring else self._sequence + 1
+        oldest = self.oldest
         if epoch != self.epoch or sequence > self._sequence or sequence + 1 < oldest:
             return Replay((), gap=True)
         first = sequence + 1 - oldest

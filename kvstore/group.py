@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore import _native, hits
 from kvstore._native import NONE, SlotFormat
-from kvstore.callers import Caller, Checked, Counters, Engine
+from kvstore.callers import Caller, Checked, Counters, Engine, Root
 from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.decisions import Decisions
@@ -260,13 +260,14 @@ class Group:
             )
             log.warning("no hits at all", group=self.name, alarm=self.alarm)
 
-    def revoke_stale(self, payer: str = "") -> int:
+    def revoke_stale(self, account: Root | None = None) -> int:
         """Take the pins of sessions that have been silent too long, LEASES_SLICE of them at most.
 
         Called under memory pressure only, and again when that was not enough.
 
         Args:
-            payer: only those that count for this tenant; "" = everybody's.
+            account: only those on blocks that count for whom this root's count: no others make room there;
+                None = everybody's.
         """
         now, limit = self.clock.now(), self.config.daemon.stale_after_s
         revoked = 0
@@ -274,7 +275,9 @@ class Group:
             if now - caller.heard_s <= limit:
                 continue
             for lease in self.leases.of(caller.session):
-                if len(lease.table) or (payer and lease.payer != payer):  # a table is the engine's own memory
+                if len(lease.table):  # the engine's own memory
+                    continue
+                if account is not None and not self._same_account(account, lease):
                     continue
                 self.end_lease(lease, LeaseState.REVOKED)
                 revoked += 1
@@ -284,6 +287,11 @@ class Group:
                 break
         self.counters.revoked_leases += revoked
         return revoked
+
+    def _same_account(self, account: Root, lease: Lease) -> bool:
+        """Whoever pays for a lease under a shared root, its blocks are the trust group's."""
+        root = self.roots.get(lease.root)
+        return root is not None and (root.tenant, root.reuse) == (account.tenant, account.reuse)
 
     def close(self) -> None:
         """End the disk in order, if there is one; drop the arena."""

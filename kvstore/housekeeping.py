@@ -62,13 +62,13 @@ class Housekeeping:
             await self._restore(self._state)
 
     async def open(
-        self, sessions: SessionServer, take_tokens: Callable[[Tokens], None] | None = None
+        self, sessions: SessionServer, take_tokens: Callable[[Tokens | None], None] | None = None
     ) -> None:
         """Start everything else.
 
         Args:
             sessions: the session server, listening.
-            take_tokens: of the gRPC server: told of new ones; None = there is no such server.
+            take_tokens: of the gRPC server: told after each reload; None = there is no such server.
 
         Raises:
             ConfigError: `metrics.listen` cannot be used.

@@ -134,7 +134,8 @@ class Reloader:
         salts: that run now.
         tell: others who hold limits of [daemon].
         keep: told of what the next daemon has to know; None = nothing is kept.
-        take_tokens: told of what `grpc.tokens_file` holds now; None = nobody looks at tokens.
+        take_tokens: told, after each reload, of what `grpc.tokens_file` holds now, of None where there is no
+            such file; None = there is nobody to tell.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Reloader:
         salts: Salts,
         tell: Callable[[DaemonConfig], None],
         keep: Callable[[Config, Salts], None] | None = None,
-        take_tokens: Callable[[Tokens], None] | None = None,
+        take_tokens: Callable[[Tokens | None], None] | None = None,
     ) -> None:
         self._store = store
         self._salts = salts
@@ -172,7 +173,7 @@ class Reloader:
         self._tell(config.daemon)
         if self._keep is not None:
             self._keep(config, salts)
-        if self._take_tokens is not None and tokens is not None:
+        if self._take_tokens is not None:
             self._take_tokens(tokens)
         set_level(config.daemon.log_level)
         for key in changed.restart:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from kvstore import __version__
 from kvstore.callers import Caller, Engine
+from kvstore.config.doors import door_facts
 from kvstore.group import Group
 from kvstore.policy.trust import PROBE_BYTES
 from kvstore.pricing import Pricing, Source
@@ -40,6 +41,7 @@ def status(store: Store, caller: Caller | None = None) -> dict[str, object]:
         "pid": os.getpid(),
         "uptime_s": round(max((now - group.opened_s for group in store.groups.values()), default=0.0), 3),
         "epoch": store.epoch.hex(),
+        **({"doors": door_facts(store.config)} if caller is None else {}),
         "groups": {
             name: _group(group) if caller is None else _own(caller)
             for name, group in store.groups.items()
@@ -83,6 +85,7 @@ def _group(group: Group) -> dict[str, object]:
         "fillings": len(group.fillings),
         "quarantined": quarantined(group),
         "events": group.events.sequence,
+        "published": asdict(group.events.published),
         "sessions": len(group.callers),
         "engine_count": len(group.engines),
         "engines": {

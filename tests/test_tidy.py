@@ -24,7 +24,7 @@ FORBIDDEN_WORDS = frozenset({"manager", "managers", "helper", "helpers", "util",
 MARKS = tuple(a + b for a, b in (("TO", "DO"), ("FIX", "ME"), ("XX", "X"), ("HA", "CK")))
 
 # Written by protoc; tests/wire/test_protos.py holds it to its source.
-GENERATED = ("store_pb2",)
+GENERATED = ("store_pb2", "routing_pb2")
 
 # function (module:name) → why it needs more than PARAMETERS_MAX parameters.
 MANY_PARAMETERS = {
@@ -332,7 +332,7 @@ def test_nothing_runs_at_import() -> None:
 def stub() -> dict[str, set[str] | None]:
     """Public names of the stub; for a class the names of its members, else None."""
     names: dict[str, set[str] | None] = {}
-    files = [ROOT / "kvstore/_native.pyi", ROOT / "kvstore/_native_disk.pyi"]
+    files = [ROOT / f"kvstore/_native{part}.pyi" for part in ("", "_disk", "_router")]
     for node in [node for file in files for node in tree_of(file).body]:
         if isinstance(node, ast.ClassDef):
             members = {m.name for m in node.body if isinstance(m, Function)}

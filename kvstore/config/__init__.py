@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from kvstore.config.publishing import outlets
 from kvstore.config.salts import Salts
 from kvstore.config.sources import anchor_paths, assign, explain, parse_units, read_file
 from kvstore.config.tables import (
@@ -180,4 +181,5 @@ def _checked(config: Config) -> Config:
     user_ids(config.daemon.admins.split(","), "daemon.admins")
     check_tenants(config.tenants, config.shared)
     config.nvme.check(config.groups())
+    outlets(config.events, config.groups())
     return config

@@ -124,9 +124,20 @@ class EventsConfig(Table, frozen=True):
 
     Attributes:
         log_max: events kept for subscribers that fell behind; older ones need a snapshot.
+        zmq: where events are published in vLLM's schema: tcp://host:port or ipc:///path; with several trust
+            groups group=endpoint, separated by commas; empty = off.
+        zmq_replay: where subscribers ask for what they missed, and for a snapshot; written as `zmq`.
+        zmq_topic: first frame of every message.
+        zmq_form: events as array (all versions of vLLM, SGLang) or as map (vLLM's own since 0.32).
+        zmq_insecure: allow endpoints that other machines reach.
     """
 
     log_max: int = 10_000
+    zmq: str = ""
+    zmq_replay: str = ""
+    zmq_topic: str = ""
+    zmq_form: str = "array"
+    zmq_insecure: bool = False
 
 
 class MetricsConfig(Table, frozen=True):

@@ -1,11 +1,14 @@
-"""Addresses of the gRPC API: what `grpc.listen` means, and what is refused before memory is made."""
+"""Addresses of the gRPC API: what `grpc.listen` means, and what is refused before memory is made (there, and
+of `events.zmq`)."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.config import Config
+from kvstore.config.publishing import ipc_path, outlets
 from kvstore.errors import ConfigError
 from kvstore.rpc.server import free_path
 
@@ -79,13 +82,24 @@ def free_endpoints(config: Config) -> None:
     """Remove sockets that dead daemons left behind.
 
     Raises:
-        ConfigError: as `endpoints`; or a daemon listens on one, or it is no socket.
+        ConfigError: as `endpoints`; or a daemon listens on one, or it is no socket; or events are to be
+            published and there is no pyzmq.
     """
     _need_folder(Path(config.daemon.socket), "daemon.socket")
     for endpoint in endpoints(config):
         if endpoint.path is not None:
             _need_folder(endpoint.path, "grpc.listen")
             free_path(endpoint.path, "grpc.listen")
+    published = outlets(config.events, config.groups())
+    if published and importlib.util.find_spec("zmq") is None:
+        raise ConfigError(
+            "events.zmq: needs pyzmq, which is not installed; run pip install 'kvstored[router]'"
+        )
+    for outlet in published:
+        for key, text in (("events.zmq", outlet.publish), ("events.zmq_replay", outlet.replay)):
+            if (path := ipc_path(text)) is not None:
+                _need_folder(path, key)
+                free_path(path, key)
 
 
 def _need_folder(path: Path, key: str) -> None:

@@ -227,6 +227,7 @@ NB_MODULE(_native, m) {
   bind_keep(m);
   bind_metadata(m);
   bind_disk(m);
+  bind_router(m);
 }
 
 }  // namespace kv

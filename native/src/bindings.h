@@ -30,6 +30,8 @@ void bind_disk(nb::module_& module);
 void bind_keep(nb::module_& module);
 // Defined in bindings_metadata.cc: Walk, Index, pools.
 void bind_metadata(nb::module_& module);
+// Defined in bindings_router.cc: RouterIndex, PrefixLru, EngineBlocks, fingerprints.
+void bind_router(nb::module_& module);
 
 // An array argument before its dtype and shape are checked. Taking it unchecked and checking by hand gives
 // errors that name the argument, where an overload mismatch would only list signatures. Never converts.

@@ -37,6 +37,11 @@ class Zeroed {
     if (data_ != nullptr) ::munmap(data_, bytes());
   }
 
+  // Advice: 2 MiB pages where it is touched at random and in full, so that a walk misses the TLB less often.
+  void prefer_huge() noexcept {
+    if (data_ != nullptr) ::madvise(data_, bytes(), MADV_HUGEPAGE);
+  }
+
   std::size_t size() const noexcept { return size_; }
   T& operator[](std::size_t i) noexcept { return data_[i]; }
   const T& operator[](std::size_t i) const noexcept { return data_[i]; }

@@ -14,6 +14,10 @@ pytest.register_assert_rewrite(
     "kept",
     "keep_rounds",
     "disk_maker",
+    "fake_vllm",
+    "route_scene",
+    "audited",
+    "zmq_ends",
 )
 
 from stages import scene, shared_daemon, stage  # noqa: E402  (assertions are rewritten first)

@@ -22,7 +22,7 @@ from kvstore.config import Config
 def test_alone_it_says_what_to_do() -> None:
     done = kvstore()
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) < 50
+    assert len(done.stdout.splitlines()) < 60
     for command in COMMANDS:
         assert re.search(rf"│ {command} ", done.stdout), command
     assert "Exit status: 0 done, 1 a check failed, 2 wrong usage" in done.stdout

@@ -9,10 +9,11 @@ import pytest
 
 from kvstore.audit import segments as segments_module
 from kvstore.audit.nvme_door import Disk, nvme_door
-from kvstore.audit.probe import Pair, Probe, Secret, fresh_tokens
+from kvstore.audit.probe import Pair, Probe, SavedChain, Secret, fresh_tokens
 from kvstore.audit.segments import Segments
 from kvstore.audit.verdicts import Door, Verdict
 from kvstore.config import Config, NvmeConfig, TenantConfig
+from kvstore.config.doors import door_facts
 
 EPOCH = "00" * 16
 
@@ -62,6 +63,7 @@ def disk_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *groups: str) -> tu
     config = Config(tenants=tenants, nvme=NvmeConfig(directory=str(tmp_path)))
     of = Probe(config, Pair(*tenants), EPOCH, daemon_uid=os.geteuid())
     of.salts = {name: name.encode() * 32 for name in "ab"}
+    of.listens = door_facts(config)
     of.roots = {name: of.namespace.root(salt) for name, salt in of.salts.items()}
     of.tokens = {name: fresh_tokens() for name in "ab"}
     for group in groups:
@@ -97,7 +99,21 @@ def test_keys_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert opened(files["b"], of.roots["a"], "a") == {"other_group_has_none (a)"}
     assert opened(files["a"], of.roots["b"], "a") == {"foreign_keys_are_not_there"}
     assert opened(files["a"], of.unsalted, "b") == {"unsalted_keys_are_not_there"}
-    files["a"].write_bytes(files["a"].read_bytes() + of.unsalted)
+    # What was saved through gRPC, and what no record holds.
+    of.bearers, of.grpc_saved = {"b": "bearer-of-b"}, [SavedChain("b", fresh_tokens())]
+    assert set(verdicts(nvme_door(of, disk)).values()) == {"closed"}
+    kept = files["a"].read_bytes()
+    for more, check in (
+        (of.salts["a"], "no_secrets_are_there"),
+        (b"bearer-of-b", "no_secrets_are_there"),
+        (of.chain(of.roots["a"], of.grpc_saved[0].tokens).keys.tobytes(), "foreign_keys_are_not_there"),
+        (of.chain(of.roots["b"], of.grpc_saved[0].tokens).keys.tobytes(), "other_group_has_none (b)"),
+        (of.chain(of.unsalted, of.grpc_saved[0].tokens).keys.tobytes(), "unsalted_keys_are_not_there"),
+    ):
+        files["a"].write_bytes(kept + more)
+        found = {check for check, verdict in verdicts(nvme_door(of, disk)).items() if verdict == "open"}
+        assert found == {check}
+    files["a"].write_bytes(kept + of.unsalted)
     assert verdicts(nvme_door(of, disk))["unsalted_keys_are_not_there"] == "open"
 
 

@@ -211,6 +211,34 @@ def test_a_thousand_tenants_cost_no_more_than_some() -> None:
         )
 
 
+REFUSED = "kvstore_quota_refused_total"
+
+
+@pytest.mark.parametrize("how", ["names", "digests", "none"])
+def test_refusals_of_more_tenants_than_have_series_are_all_counted(how: str) -> None:
+    """And those of one stay where they are, whoever else begins to use something."""
+    tenants = tuple(TenantConfig(name=f"tenant{number:04}", leases_max=1) for number in range(300))
+    config = msgspec.structs.replace(small_config(tenants=tenants), metrics=MetricsConfig(tenants=how))
+    with StoreDriver(config) as driver:
+        quotas, collector = driver.group().quotas, collector_of(driver)
+
+        def refusals() -> dict[str, float]:
+            found = samples(collector).items()
+            return {dict(labels)["tenant"]: count for (name, labels), count in found if name == REFUSED}
+
+        for tenant in reversed(tenants[150:]):
+            assert quotas.lookup(tenant.name, 1)
+        before = refusals()
+        assert sum(before.values()) == 150
+        for tenant in tenants[:150]:
+            assert quotas.lookup(tenant.name, 1)
+        after = refusals()
+        assert sum(after.values()) == 300
+        assert all(after[name] >= count for name, count in before.items())
+        assert len(after) <= TENANTS_MAX + 1
+        assert {name for name, count in after.items() if count > 1} <= {"(other)", "all"}
+
+
 def test_labels_call_tenants_what_the_configuration_says() -> None:
     tenants = tuple(
         TenantConfig(name=name, group="red", reuse=Reuse.GROUP) for name in ("vermilion", "cobalt")

@@ -116,6 +116,25 @@ def test_silent_engines_of_the_same_tenant_lose_their_pins_and_others_do_not(sta
     assert (len(group.leases.of(alice.caller.session)), len(group.leases.of(bob.caller.session))) == (0, 1)
 
 
+def test_silent_engines_lose_their_pins_on_shared_blocks_whoever_pays_for_them(stage: Stage) -> None:
+    """The group's limit is reached by what y pins: only that makes room, and not what it pins of its own."""
+    members = [TenantConfig(name=name, group="red", reuse=Reuse.GROUP) for name in ("x", "y")]
+    driver = stage(*members, shared=(SharedConfig(group="red", host_bytes=2 * SLOT),))
+    x, y = driver.attach(("x",)), driver.attach(("y",))
+    for root in ("group", "own"):
+        chain = y.chain(tokens(1, 2), reuse=root)
+        y.save(chain)
+        assert y.lookup(chain).lease is not None
+    got = x.reserve(x.chain(tokens(2, 2), reuse="group"))
+    assert (got.filling, got.dropped) == (None, 2), "y has just been heard of"
+    driver.clock.advance(60.0)
+    x.heartbeat()
+    assert save(x, 2, 2, reuse="group") == 2
+    group = driver.group("red")
+    assert [lease.root for lease in group.leases.of(y.caller.session)] == [y.chain(tokens(1)).root]
+    assert group.counters.revoked_leases == 1
+
+
 def test_shared_blocks_count_for_the_group(stage: Stage) -> None:
     members = [
         TenantConfig(name=name, group="red", reuse=Reuse.GROUP, host_bytes=SLOT) for name in ("a", "b")
@@ -217,7 +236,7 @@ def test_on_the_disk_a_flood_within_its_quota_turns_the_log_for_nobody_else(
 
 
 def test_a_days_writes_of_one_tenant_are_its_own(stage: Stage, tmp_path: Path) -> None:
-    daily = 4 * SLOT
+    daily = 24 * 4 * SLOT  # four an hour
     driver = stage(
         TenantConfig(name="alice", nvme_write_bytes_per_day=daily), TenantConfig(name="bob"), disk=tmp_path
     )
@@ -228,10 +247,36 @@ def test_a_days_writes_of_one_tenant_are_its_own(stage: Stage, tmp_path: Path) -
         driver.settle()
     assert (on_disk(driver, "alice"), on_disk(driver, "bob")) == (4, 8)
     assert refused(driver.group().quotas, "alice") == {"nvme_write_bytes_per_day": 4}
-    driver.clock.advance(86_400 / 4 + 1)
+    driver.clock.advance(3600 / 4 + 1)
     save(alice, 100)
     driver.settle()
     assert on_disk(driver, "alice") == 5
+
+
+def flooded(driver: StoreDriver, session: SessionDriver, names: Iterator[int], hours: int) -> int:
+    """How many blocks come to the disk of a tenant that saves eight a quarter of an hour."""
+    before = on_disk(driver, "alice")
+    for _ in range(4 * hours):
+        for _ in range(8):
+            save(session, next(names))
+        driver.settle()
+        driver.clock.advance(900.0)
+    return on_disk(driver, "alice") - before
+
+
+def test_a_day_passes_a_days_worth_and_a_reload_grants_no_second_one(stage: Stage, tmp_path: Path) -> None:
+    daily = 48 * SLOT
+    mine = TenantConfig(name="alice", nvme_write_bytes_per_day=daily)
+    driver = stage(mine, TenantConfig(name="bob"), disk=tmp_path, disk_bytes=32 * MIB)
+    alice, names = driver.attach(("alice",)), itertools.count()
+    assert flooded(driver, alice, names, 24) in (49, 50), "and the first hour's, that was there"
+    for turn in range(1, 11):
+        tenants = (
+            TenantConfig(name="alice", nvme_write_bytes_per_day=daily + turn * SLOT),
+            TenantConfig(name="bob"),
+        )
+        driver.group().reconfigure(msgspec.structs.replace(driver.config, tenants=tenants))
+    assert flooded(driver, alice, names, 3) in (6, 7, 8)
 
 
 def test_after_a_restart_the_disk_is_still_counted(tmp_path: Path) -> None:

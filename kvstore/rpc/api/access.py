@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,9 +12,10 @@ from kvstore.clock import unix_time_s
 from kvstore.config.tokens import Token, Tokens
 from kvstore.errors import BadRequest, Refused, Unauthenticated
 
-__all__ = ["Access", "OpenAccess", "Peer", "TokenAccess", "Verb", "peer_of"]
+__all__ = ["Access", "OpenAccess", "Peer", "TokenAccess", "Verb", "agent_of", "peer_of"]
 
 _SCHEME = "bearer "
+_AGENT_CHARS_MAX = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,12 @@ def peer_of(context: Any) -> Peer:
     """The peer of a gRPC call."""
     metadata = tuple((key, value) for key, value in context.invocation_metadata())
     return Peer(metadata, context.peer().startswith("unix:"))
+
+
+def agent_of(context: Any) -> str:
+    """What the caller's program calls itself, for the log; nobody checks that."""
+    found = dict(context.invocation_metadata()).get("user-agent", "")
+    return found[:_AGENT_CHARS_MAX] if isinstance(found, str) else ""
 
 
 class Verb(enum.StrEnum):
@@ -74,6 +82,14 @@ class Access(Protocol):
         """
         ...
 
+    def left_s(self, peer: Peer) -> float:
+        """Seconds until what the caller shows expires by itself; inf = it does not, or shows nothing.
+
+        Raises:
+            Unauthenticated: nobody knows who it is.
+        """
+        ...
+
 
 class OpenAccess:
     """Whoever reaches the endpoint may act as any configured tenant: the door itself lets in.
@@ -90,6 +106,9 @@ class OpenAccess:
             raise Refused("admin: only over a Unix socket, or with a token (grpc.tokens_file)")
         _need_tenant(verb, tenant)
         return ""
+
+    def left_s(self, peer: Peer) -> float:
+        return math.inf
 
 
 # What a word in the file of tokens allows.
@@ -131,6 +150,10 @@ class TokenAccess:
             whose = f"tenant {tenant!r:.80}" if tenant else "the whole daemon"
             raise Refused(f"authorization: the token of {token.name} does not open {whose}")
         return token.name
+
+    def left_s(self, peer: Peer) -> float:
+        token = self._token_of(peer)
+        return math.inf if token is None else token.expires_s - self._unix_time()
 
     def _token_of(self, peer: Peer) -> Token | None:
         """What it shows; None for those who need none."""

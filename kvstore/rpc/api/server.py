@@ -144,10 +144,16 @@ class GrpcServer:
         elif self._credentials is None:
             log.warning("tokens over plaintext: whoever listens on the way has them", address=address)
 
-    def take_tokens(self, tokens: Tokens) -> None:
-        """From now on these are known; calls under way go on."""
-        if isinstance(self._access, TokenAccess):
+    def take_tokens(self, tokens: Tokens | None) -> None:
+        """The configuration was read again: from now on these tokens are known (None: as before).
+
+        Calls under way go on, but for subscriptions, which have no end: those of callers who may not
+        subscribe any more end.
+        """
+        if tokens is not None and isinstance(self._access, TokenAccess):
             self._access.tokens = tokens
+        if self.service is not None:
+            self.service.check_subscribers()
 
     async def close(self) -> None:
         """Tell health watchers, let calls end within `grpc.stop_s`, then cancel them; unpin everything."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 from kvstore.errors import BadRequest, KVStoreError, LimitExceeded, Refused
@@ -56,6 +57,11 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
     def subscribers(self) -> int:
         """Subscribe streams that are open."""
         return len(self._watching)
+
+    def check_subscribers(self) -> None:
+        """Tenants or tokens have changed: streams of callers who may not hear them any more end."""
+        for watching in tuple(self._watching):
+            watching.doubt()
 
     def stop(self) -> None:
         """Streams that never end by themselves end now; others may go on."""
@@ -212,26 +218,34 @@ class StoreService(StoreServicer):  # type: ignore[misc]  # generated without ty
 
     @answers
     async def Subscribe(self, request: pb.SubscribeRequest, context: Any) -> None:  # noqa: N802
-        self._check(context, Verb.SUBSCRIBE, request.tenant)
-        try:
-            for tenant in self._store.tenants.beside(request.tenant):
-                self._check(context, Verb.SUBSCRIBE, tenant)
-        except Refused:
-            raise Refused(
-                "subscribe: events tell of a whole trust group, and this caller may not act for every tenant "
-                "in it"
-            ) from None
+        peer = peer_of(context)
+        self._may_subscribe(peer, request.tenant)
         if len(request.epoch) not in (0, EPOCH_BYTES):
             raise BadRequest(f"epoch: need {EPOCH_BYTES} bytes or none, got {len(request.epoch)}")
         most = self._limits.subscribers_max
         if self.subscribers >= most:
             raise LimitExceeded(f"subscribe: grpc.subscribers_max = {most} are subscribed")
-        watching = Watching(self._group(request.tenant), context, self._limits.stall_s)
+        group, may = self._group(request.tenant), partial(self._may_subscribe, peer, request.tenant)
+        watching = Watching(group, context, self._limits.stall_s, may)
         self._watching.add(watching)
         try:
             await watching.run(request.epoch, request.sequence)
         finally:
             self._watching.discard(watching)
+
+    def _may_subscribe(self, peer: Peer, tenant: str) -> float:
+        """For how many seconds, as far as is known now; raises where it may not."""
+        self._check_peer(peer, Verb.SUBSCRIBE, tenant)
+        self._group(tenant)
+        try:
+            for other in self._store.tenants.beside(tenant):
+                self._check_peer(peer, Verb.SUBSCRIBE, other)
+        except Refused:
+            raise Refused(
+                "subscribe: events tell of a whole trust group, and this caller may not act for every tenant "
+                "in it"
+            ) from None
+        return self.access.left_s(peer)
 
     def _group(self, tenant: str) -> Group:
         return self._store.group_of([tenant])

@@ -1,0 +1,1 @@
+"""The router: sends a request to the replica where its prefix lives."""
