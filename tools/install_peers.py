@@ -1,7 +1,8 @@
-"""Make .venv-peers/NAME for every store that `python -m bench.local --peers` compares with. Idempotent.
+"""Make .venv-peers/NAME for everything that a benchmark compares with. Idempotent.
 
-What is pinned is what the results were measured with. A store that cannot be installed is named, the others
-are installed all the same, and the exit status is 1.
+Stores are for `python -m bench.local --peers`, routers (dynamo, sglang) for `python -m bench.routing_index`
+and what compares whole routers. What is pinned is what the results were measured with. A peer that cannot be
+installed is named, the others are installed all the same, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FOLDER = ROOT / ".venv-peers"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One store.
+    """One store or router.
 
     Attributes:
         package: with its version.
@@ -46,6 +47,8 @@ PEERS = {
     ),
     "openlake": Peer("openlake-vllm==0.8.1", "openlake_client"),
     "redhare": Peer("redhare==0.6.0", "redhare"),
+    "dynamo": Peer("ai-dynamo-runtime==1.6.1", "dynamo.llm"),
+    "sglang": Peer("sglang-router==0.3.2", "sglang_router"),
 }
 
 # Names of a wheel's requirements that hold here; run by the peer's own Python, so that markers are its own.
@@ -82,9 +85,7 @@ def main() -> int:
             continue
         done.write_text(repr(peer))
     if failed:
-        print(
-            f"not installed: {', '.join(failed)}; bench.local --peers says so in its table", file=sys.stderr
-        )
+        print(f"not installed: {', '.join(failed)}; the benchmarks say so in their results", file=sys.stderr)
     return 1 if failed else 0
 
 
