@@ -31,7 +31,7 @@ ROUTER_TOKENS_MAX: int
 class RouterIndex:
     """Which replica holds which block in GPU (0), HOST (1), NVME (2), REMOTE (3) (native/src/router_index.h).
 
-    replicas_max: at most 1,024. Memory: 59 bytes a block with up to 64, 24 more for every further 64 … 256.
+    replicas_max: at most 1,024. Memory: 60 bytes a block with up to 64, 24 more for every further 64 … 256.
     """
     def __init__(self, nodes_max: int, replicas_max: int = 64) -> None: ...
     def add_replica(self) -> int:

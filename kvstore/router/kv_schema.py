@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw
+from msgspec import Meta, Raw, Struct
 from numpy.typing import NDArray
 
 from kvstore.errors import BadRequest
@@ -53,8 +53,7 @@ class BadEvent(BadRequest):
     """A payload that is none: it tells nothing, and what it was to tell is lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True, gc=False):  # made in a sixth of a dataclass's time
     """Blocks that became readable, in the order of their chain.
 
     Attributes:
@@ -83,8 +82,7 @@ class Stored:
         return len(self.hashes) // self.width
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True, gc=False):
     """Blocks that left a tier; fields as of `Stored`."""
 
     hashes: bytes

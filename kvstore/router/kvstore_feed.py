@@ -136,10 +136,11 @@ class KvstoreFeed:
         Raises:
             BadRequest: it is not what this protocol says; what was known is in doubt.
         """
-        if message.HasField("snapshot"):
-            self._apply_snapshot(message)
-        elif message.HasField("event"):
+        item = message.WhichOneof("item")
+        if item == "event":
             self._apply_event(message)
+        elif item == "snapshot":
+            self._apply_snapshot(message)
         else:
             raise BadRequest("subscribe: a message without an item")
         if message.last:
@@ -160,18 +161,20 @@ class KvstoreFeed:
         self._store(_tier(snapshot.tier), snapshot.engine, _checked(snapshot.keys), b"")
 
     def _apply_event(self, message: pb.SubscribeResponse) -> None:
-        event, tier = message.event, _tier(message.event.tier)
+        event = message.event
+        tier = _tier(event.tier)
         if self._filling or message.epoch != self.epoch or message.sequence != self.sequence + 1:
             self.counts.gaps += 1
             raise BadRequest(f"subscribe: event {message.sequence} does not follow {self.sequence}")
         keys = _checked(event.keys)
-        if event.kind == pb.EVENT_KIND_STORED:
+        kind = event.kind
+        if kind == pb.EVENT_KIND_STORED:
             self._store(tier, event.engine, keys, event.parent)
-        elif event.kind == pb.EVENT_KIND_REMOVED:
+        elif kind == pb.EVENT_KIND_REMOVED:
             self._remove(tier, event.engine, keys)
-        elif event.kind == pb.EVENT_KIND_CLEARED and event.engine:
+        elif kind == pb.EVENT_KIND_CLEARED and event.engine:
             self._remove(tier, event.engine, self._devices.of(event.engine))
-        elif event.kind == pb.EVENT_KIND_CLEARED:
+        elif kind == pb.EVENT_KIND_CLEARED:
             self._sink.cleared(tier)
         else:
             self.counts.skipped += 1

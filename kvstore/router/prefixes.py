@@ -193,8 +193,9 @@ class Holdings:
         column, engine = self._next or (self.column, self._engine)
         tier = COLUMN_OF[event.tier]
         chain = self._prefixes.names.of_event(event, engine, tier)
-        self.stored_blocks += len(event)
-        self.orphaned_blocks += len(event) - len(chain) // 8
+        count = len(event)
+        self.stored_blocks += count
+        self.orphaned_blocks += count - len(chain) // 8
         if chain:
             self._index.stored(column, tier, chain, 8)
         gone = engine.take_evicted(tier)

@@ -5,7 +5,7 @@
 // Keys chain their parents, so a tree would say nothing that they do not say already; without one there is no
 // node to split, no branch to merge, and nothing per block but its row. What follows:
 //
-//   size    8 + 32 W bytes of row, 8 of order, 9.8..11.4 of table, with W = ceil(replicas_max / 64): 59 B a block for
+//   size    8 + 32 W bytes of row, 8 of order, 9.8..12.3 of table, with W = ceil(replicas_max / 64): 60 B a block for
 //           64 replicas, however many of them hold it. nodes_max bounds it; what is not used is not touched.
 //   full    the least recently stored or touched block leaves, tails before heads within a batch (router_rows.h).
 //   empty   a block that nobody holds any more is gone at once: churn leaves nothing behind.
