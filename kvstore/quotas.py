@@ -1,7 +1,8 @@
 """Quotas: how much of one trust group's tiers each tenant may use, and how fast.
 
     bytes      native pools count them by root; a tenant at its limit makes room among its own blocks
-    a day's    of writes to the disk, and rates of lookups and saves: token buckets that begin full
+    a day's    of writes to the disk, and rates of lookups and saves: token buckets that begin full; the
+               day's holds an hour's worth, so that a restart grants no second day
     leases     counted where they are held (kvstore/leases.py)
 
 What goes beyond is refused with a reason that names the key, and counted; it is never an error of a request:
@@ -32,6 +33,8 @@ __all__ = ["Quotas", "Refused", "Used"]
 log = structlog.get_logger()
 
 _DAY_S = 86_400.0
+# What a day's bucket holds: so much may pass at once after a pause.
+_BURST_S = 3600.0
 # Of a tenant's bytes on the disk: how much room is made at once.
 _TRIM_AHEAD = 64
 # Where no room could be made, none is looked for for so long: that costs the loop a millisecond each time.
@@ -84,9 +87,15 @@ class _Rate:
         self._of = (per_s, burst)
         self._bucket = TokenBucket(per_s, burst) if per_s else None
 
-    def limited(self, per_s: float, burst: float) -> _Rate:
-        """Itself if that is its limit, else one that begins full."""
-        return self if self._of == (per_s, burst) else _Rate(per_s, burst)
+    def limited(self, per_s: float, burst: float, now_s: float) -> _Rate:
+        """Itself if that is its limit, else one that goes on at the level of this one, or begins full."""
+        if self._of == (per_s, burst):
+            return self
+        made = _Rate(per_s, burst)
+        if self._bucket is not None and made._bucket is not None:
+            level = (now_s - self._bucket.starts_s(now_s)) * self._of[0]  # below 0: what is owed
+            made.take(max(0.0, burst - level), now_s)
+        return made
 
     def has(self, size: float, now_s: float) -> bool:
         """Whether so much may pass now."""
@@ -111,22 +120,22 @@ class _Account:
         refused: calls, or parts of offers, that were refused, by reason.
     """
 
-    def __init__(self, owner: str, number: int, limits: Quota) -> None:
+    def __init__(self, owner: str, number: int, limits: Quota, now_s: float) -> None:
         self.owner = owner
         self.number = number
         self.limits = limits
         self.full_until_s = -math.inf
         self.refused: Counter[Refused] = Counter()
         self.writes, self.lookups, self.saves = _Rate(0, 0), _Rate(0, 0), _Rate(0, 0)
-        self.set_limits(limits)
+        self.set_limits(limits, now_s)
 
-    def set_limits(self, limits: Quota) -> None:
+    def set_limits(self, limits: Quota, now_s: float) -> None:
         self.limits = limits
         daily = limits.nvme_write_bytes_per_day
-        self.writes = self.writes.limited(daily / _DAY_S, daily)
+        self.writes = self.writes.limited(daily / _DAY_S, daily * _BURST_S / _DAY_S, now_s)
         if isinstance(limits, TenantConfig):
-            self.lookups = self.lookups.limited(limits.lookups_per_s, max(1.0, limits.lookups_per_s))
-            self.saves = self.saves.limited(limits.save_bytes_per_s, limits.save_bytes_per_s)
+            self.lookups = self.lookups.limited(limits.lookups_per_s, max(1.0, limits.lookups_per_s), now_s)
+            self.saves = self.saves.limited(limits.save_bytes_per_s, limits.save_bytes_per_s, now_s)
 
 
 class Quotas:
@@ -157,9 +166,10 @@ class Quotas:
     def _set(self, owner: str, reuse: Reuse, limits: Quota) -> None:
         account = self._accounts.get((owner, reuse))
         if account is None:
-            account = self._accounts[owner, reuse] = _Account(owner, len(self._accounts) + 1, limits)
+            number = len(self._accounts) + 1
+            account = self._accounts[owner, reuse] = _Account(owner, number, limits, self._clock.now())
         before = account.limits
-        account.set_limits(limits)
+        account.set_limits(limits, self._clock.now())
         # Only accounts with a limit cost something: none is named that never had one.
         try:
             if limits.host_bytes or before.host_bytes:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore import _native, planning, quarantine
 from kvstore._native import NONE, Reserved, Walk
-from kvstore.callers import Caller
+from kvstore.callers import Caller, Root
 from kvstore.clock import Clock
 from kvstore.config import Config, Salts
 from kvstore.errors import BadRequest, Refused
@@ -271,7 +271,7 @@ class Store:
         if enough := group.quotas.save(payer):
             group.counters.refused_saves += len(keys)
             return Reservation(None, _nothing(), 0, 0, len(keys), reason=enough)
-        got = self._reserve_inline(caller, node, keys, payer)
+        got = self._reserve_inline(caller, node, keys, group.roots[root])
         nodes, slots = np.concatenate([g.nodes for g in got]), np.concatenate([g.slots for g in got])
         filled, elsewhere = sum(g.filled for g in got), sum(g.elsewhere for g in got)
         dropped, ours = got[-1].dropped, slots != NONE
@@ -289,7 +289,7 @@ class Store:
         return Reservation(filling, slots, filled, elsewhere, dropped, reason, busy)
 
     def _reserve_inline(
-        self, caller: Caller, node: int, keys: NDArray[np.uint8], payer: str
+        self, caller: Caller, node: int, keys: NDArray[np.uint8], root: Root
     ) -> list[Reserved]:
         """What was reserved, in one or two pieces of the chain."""
         group, now_s, stall_s = caller.group, self.clock.now(), self.config.daemon.stall_s
@@ -303,7 +303,7 @@ class Store:
             kept = len(got[0].nodes)
             last = int(got[0].nodes[-1]) if kept else node
             group.index.pin(last)  # a hollow parent may live by one of those pins alone
-            if group.revoke_stale(payer if got[0].over_limit else ""):
+            if group.revoke_stale(root if got[0].over_limit else None):
                 got.append(group.host.reserve(last, keys[kept:], caller.shape, now_s, stall_s, owner))
             group.index.unpin(last)
         return got

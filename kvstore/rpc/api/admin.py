@@ -13,7 +13,7 @@ from kvstore.checks import CheckReport, Checks
 from kvstore.disks import FlushReport, flush
 from kvstore.dropping import drop_namespace
 from kvstore.errors import BadRequest, KVStoreError
-from kvstore.rpc.api.access import Access, Verb, peer_of
+from kvstore.rpc.api.access import Access, Verb, agent_of, peer_of
 from kvstore.rpc.api.chains import namespace_of
 from kvstore.rpc.api.failures import answers
 from kvstore.rpc.api.service import StoreService
@@ -45,8 +45,9 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         self.access = access
 
     def refused(self, call: str, context: Any, error: KVStoreError, tenant: str = "") -> None:
-        """Every attempt is in the log."""
+        """Every attempt is in the log, with what the caller's program calls itself: an audit tries on purpose."""
         facts = {"call": call, "tenant": tenant[:80] or "(all)", "peer": context.peer()}
+        facts["agent"] = agent_of(context)
         log.warning("administration refused", **facts, reason=str(error))
 
     def _check(self, context: Any, what: str, tenant: str = "") -> None:

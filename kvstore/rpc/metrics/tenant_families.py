@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
-from kvstore.meters import TENANTS_MAX, TenantTokens
+from kvstore.meters import OTHER_TENANTS, Meters, TenantTokens
 from kvstore.quotas import Used
 from kvstore.rpc.metrics.families import Metric, Row, Sources
 from kvstore.types import Reuse
@@ -58,9 +57,17 @@ def _saved_tokens(sources: Sources) -> Iterator[Row]:
 
 
 def _used(sources: Sources) -> Iterator[tuple[str, Used]]:
+    """Of everybody: tenants without series of their own count among OTHER_TENANTS, so that sums are right."""
     for group in sources.store.groups.values():
-        for used in itertools.islice(group.quotas.used(), TENANTS_MAX):
-            yield _called(sources, used.owner, used.reuse), used
+        for used in group.quotas.used():
+            name = used.owner if used.reuse is Reuse.GROUP else _listed(group.meters, used.owner)
+            yield _called(sources, name, used.reuse), used
+
+
+def _listed(meters: Meters, owner: str) -> str:
+    """Who has series of tokens has these, and for good: a counter must not go to another name, or go."""
+    meters.of_tenant(owner)
+    return owner if owner in meters.tenants else OTHER_TENANTS
 
 
 def _bytes(sources: Sources) -> Iterator[Row]:
