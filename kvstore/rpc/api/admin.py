@@ -45,7 +45,7 @@ class AdminService(AdminServicer):  # type: ignore[misc]  # generated without ty
         self.access = access
 
     def refused(self, call: str, context: Any, error: KVStoreError, tenant: str = "") -> None:
-        """Every attempt is in the log, with what the caller's program calls itself: an audit tries on purpose."""
+        """Every attempt is in the log, with what the program calls itself: an audit tries on purpose."""
         facts = {"call": call, "tenant": tenant[:80] or "(all)", "peer": context.peer()}
         facts["agent"] = agent_of(context)
         log.warning("administration refused", **facts, reason=str(error))
