@@ -88,12 +88,24 @@ class Difference:
             stop -= 1
         return Difference(self.text, start, stop)
 
-    def lies_in(self, pattern: re.Pattern[str]) -> bool:
-        """Whether what differs is within something of this form."""
+    def within(self, pattern: re.Pattern[str]) -> Difference | None:
+        """The whole of something of this form that what differs lies in; None = it does not."""
         begin = max(0, self.start - _NEAR_CHARS)
         near = self.text[begin : self.stop + _NEAR_CHARS]
         start, stop = self.start - begin, self.stop - begin
-        return any(m.start() <= start and stop <= m.end() and m.end() > start for m in pattern.finditer(near))
+        for found in pattern.finditer(near):
+            if found.start() <= start < found.end() and stop <= found.end():
+                return Difference(self.text, begin + found.start(), begin + found.end())
+        return None
+
+    def whole(self, cause: Cause) -> Difference:
+        """The thing that varies, as people would name it."""
+        pattern = _FORMS.get(cause)
+        found = self.within(pattern) if pattern is not None else None
+        return found or self.widened()
+
+
+_FORMS = {Cause.UUID: _UUID, Cause.TIMESTAMP: _TIMESTAMP}
 
 
 def cause_of(one: Difference, other: Difference) -> Cause:
@@ -101,9 +113,9 @@ def cause_of(one: Difference, other: Difference) -> Cause:
     both = (one, other)
     if all(not found.span.strip() for found in both):
         return Cause.WHITESPACE
-    if all(found.lies_in(_UUID) for found in both):
+    if all(found.within(_UUID) for found in both):
         return Cause.UUID
-    if all(found.lies_in(_TIMESTAMP) for found in both):
+    if all(found.within(_TIMESTAMP) for found in both):
         return Cause.TIMESTAMP
     words = [found.widened().span for found in both]
     if all(_NUMBER.fullmatch(word) for word in words):

@@ -211,7 +211,7 @@ class _Search:
         lost = (together // self._block_tokens - node.depth) * self._block_tokens
         if lost <= 0:
             return False
-        word = one.widened()
+        word = one.whole(cause)
         before = word.text[max(0, word.start - _SHOWN_CHARS) : word.start]
         after = word.text[word.stop : word.stop + _SHOWN_CHARS]
         key = (cause, before, after)
@@ -220,13 +220,13 @@ class _Search:
             first = _shared_tokens(leader.tokens, prompt.tokens)
             prompts = node.stop - node.start
             known = Divergence(
-                cause, node.depth, first, leader.line, prompts, 1, 0, before, after, [_shown(one)]
+                cause, node.depth, first, leader.line, prompts, 1, 0, before, after, [_shown(one, cause)]
             )
             at_node[key] = known
         known.variants += 1
         known.lost_tokens += lost
         if len(known.examples) < _EXAMPLES_MAX:
-            known.examples.append(_shown(other))
+            known.examples.append(_shown(other, cause))
         return True
 
     def _together(
@@ -252,8 +252,8 @@ def _line(prompt: Prompt) -> int:
     return prompt.line
 
 
-def _shown(difference: Difference) -> str:
-    word = difference.widened().span
+def _shown(difference: Difference, cause: Cause) -> str:
+    word = difference.whole(cause).span
     return word if len(word) <= _SHOWN_CHARS else word[: _SHOWN_CHARS - 1] + "…"
 
 

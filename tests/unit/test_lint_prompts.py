@@ -87,6 +87,14 @@ def test_prompts_that_share_a_date_are_counted_once_for_it(folder: Path) -> None
     assert place.lost_tokens == full(head + tail) - full(head)
 
 
+def test_one_moment_is_one_place(folder: Path) -> None:
+    """Some prompts share its day, some only its form."""
+    prompts = [f"Now: 2026-03-{1 + n % 3:02} 10:{n:02}:11. {RULES}" for n in range(12)]
+    (place,) = found(folder, prompts, block_tokens=4).divergences
+    assert place.cause is Cause.TIMESTAMP and place.before == "Now: " and place.after.startswith(". You")
+    assert place.examples[0] == "2026-03-01 10:00:11"
+
+
 def test_two_pieces_are_two_places(folder: Path) -> None:
     ids = [f"{n:08x}-1111-4222-8333-{n * 7:012x}" for n in range(6)]
     prompts = [f"{RULES}Day 2026-03-1{n % 2}. {RULES} request {name}. {RULES}" for n, name in enumerate(ids)]

@@ -179,6 +179,8 @@ def test_segments_are_the_whole(tmp_path: Path, change: Change, cuts: bool) -> N
     whole = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
 
     @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.example("quick " * 20 + "<|end|>\nfox")
+    @hypothesis.example("quick " * 20 + "fox<|end|>\n\nfox")
     @hypothesis.given(st.lists(st.sampled_from(PIECES) | st.text(max_size=12), max_size=20).map("".join))
     def same(text: str) -> None:
         expected = whole.encode(text, add_special_tokens=False).ids
