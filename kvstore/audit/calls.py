@@ -9,9 +9,11 @@ from typing import Any
 
 import grpc
 import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from numpy.typing import NDArray
 
-from kvstore.audit.looks import Look, again, answered
+from kvstore.audit.looks import QUOTAS, Look, again
 from kvstore.audit.probe import LAYOUT
 from kvstore.audit.session import ANSWER_S
 from kvstore.types import Namespace
@@ -53,6 +55,8 @@ class Calls:
 
     def __init__(self, channel: Any, namespace: Namespace, tokens: Mapping[str, str]) -> None:
         self._store, self._admin = rpc.StoreStub(channel), rpc.AdminStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         self._tokens = tokens
         fields: dict[str, Any] = asdict(namespace)
         fields["block_tokens"] = int(fields["block_tokens"])
@@ -61,9 +65,9 @@ class Calls:
 
     # ---- messages ----------------------------------------------------------------------------------------
 
-    def chain(self, tenant: str, tokens: U32) -> pb.Chain:
+    def chain(self, tenant: str, tokens: U32, reuse: pb.Reuse = pb.REUSE_OWN) -> pb.Chain:
         """A prompt by its token ids."""
-        return self._chain(tenant, pb.Chain(tokens=pb.Tokens(ids=tokens.tolist())))
+        return self._chain(tenant, pb.Chain(tokens=pb.Tokens(ids=tokens.tolist()), reuse=reuse))
 
     def keyed(self, tenant: str, keys: NDArray[np.uint8]) -> pb.Chain:
         """A prompt by (n, 32) keys."""
@@ -81,42 +85,35 @@ class Calls:
         chain.MergeFrom(blocks)
         return chain
 
-    # ---- reading -----------------------------------------------------------------------------------------
+    # ---- reading: `token` "" = none, None = the tenant's ---------------------------------------------------
 
     def plan(self, chain: pb.Chain, token: str | None = None) -> Answer:
-        """Without any effect; `token`: "" = none, None = the tenant's."""
-        request, shown = pb.PlanRequest(chain=chain), self._shown(chain.tenant, token)
-        return again(
-            lambda: self._unary(self._store.Plan, request, shown),
-            lambda answer: answer.code != "RESOURCE_EXHAUSTED",
-        )
+        """Without any effect."""
+        return self._rated(self._store.Plan, pb.PlanRequest(chain=chain), self._shown(chain.tenant, token))
 
-    def lookup(self, chain: pb.Chain) -> Answer:
+    def lookup(self, chain: pb.Chain, token: str | None = None) -> Answer:
         """With a lease where anything is found."""
-        request, shown = pb.LookupRequest(chain=chain), self._shown(chain.tenant)
+        request = pb.LookupRequest(chain=chain)
+        return self._rated(self._store.Lookup, request, self._shown(chain.tenant, token))
+
+    def fetched(self, chain: pb.Chain, token: str | None = None) -> Answer:
+        """A Fetch of a chain, without a lease that is known."""
+        request, shown = pb.FetchRequest(chain=chain), self._shown(chain.tenant, token)
         return again(
-            lambda: self._unary(self._store.Lookup, request, shown),
+            lambda: self._stream(self._store.Fetch, request, shown),
             lambda answer: answer.code != "RESOURCE_EXHAUSTED",
         )
 
-    def look(self, chain: pb.Chain) -> Look:
-        """Whether any of a chain is found; nothing stays held."""
-        answer = self.lookup(chain)
-        if not answer.ok:
-            return Look.failed(answer.code, answer.said)
-        if answer.reply.lease:
-            self.release(answer.reply.lease, chain.tenant)
-        return Look(int(answer.reply.blocks))
-
-    def brought(self, chain: pb.Chain) -> Look:
-        """Whether a Fetch of a chain brings any bytes."""
-        return answered(lambda: self._brought(chain))
-
-    def _brought(self, chain: pb.Chain) -> Look:
-        answer = self._stream(self._store.Fetch, pb.FetchRequest(chain=chain), self._shown(chain.tenant))
-        if not answer.ok:
-            return Look.failed(answer.code, answer.said)
-        return Look(sum(len(message.data.data) for message in answer.reply))
+    def looks(self, chain: pb.Chain) -> dict[str, Look]:
+        """What every verb that reads a chain finds of it, in blocks; nothing stays held."""
+        plan, lookup, fetched = self.plan(chain), self.lookup(chain), self.fetched(chain)
+        if lookup.ok and lookup.reply.lease:
+            self.release(lookup.reply.lease, chain.tenant)
+        return {
+            "Plan": _look(plan, lambda reply: int(reply.blocks)),
+            "Lookup": _look(lookup, lambda reply: int(reply.blocks)),
+            "Fetch": _look(fetched, _blocks_brought),
+        }
 
     def fetch(self, lease: bytes, tenant: str) -> Answer:
         """Under a lease, with the token of a tenant."""
@@ -130,16 +127,21 @@ class Calls:
         """With the token of a tenant."""
         return self._unary(self._store.Release, pb.ReleaseRequest(lease=lease), self._shown(tenant))
 
-    def subscribe(self, tenant: str) -> Answer:
+    def subscribe(self, tenant: str, token: str | None = None) -> Answer:
         """Whether a tenant's subscription is let in: its first message."""
         request = pb.SubscribeRequest(tenant=tenant)
         try:
-            stream = self._store.Subscribe(request, timeout=ANSWER_S, metadata=self._shown(tenant))
+            stream = self._store.Subscribe(request, timeout=ANSWER_S, metadata=self._shown(tenant, token))
             first = next(iter(stream))
             stream.cancel()
         except grpc.RpcError as error:
             return Answer(error.code().name, None, error.details() or "")
         return Answer("OK", first)
+
+    def observe(self, tenant: str, token: str | None = None) -> Answer:
+        """Tell of no measurement at all."""
+        request = pb.ObserveRequest(tenant=tenant)
+        return self._unary(self._store.Observe, request, self._shown(tenant, token))
 
     def events(self, tenant: str, epoch: str, sequence: int, last: bytes) -> list[bytes]:
         """Keys that a tenant's events tell, from a sequence on and up to a key that it waits for.
@@ -163,10 +165,10 @@ class Calls:
 
     # ---- writing -----------------------------------------------------------------------------------------
 
-    def save(self, tenant: str, tokens: U32) -> Answer:
+    def save(self, chain: pb.Chain, token: str | None = None) -> Answer:
         """Random bytes for every block of a prompt, again where a quota was in the way."""
-        chain = self.chain(tenant, tokens)
-        blocks, shown = len(tokens) // LAYOUT.block_tokens, self._shown(tenant)
+        ids, packed = len(chain.tokens.ids), len(chain.keys.packed)
+        blocks, shown = ids // LAYOUT.block_tokens or packed // 32, self._shown(chain.tenant, token)
 
         def messages() -> Iterator[pb.SaveRequest]:
             yield pb.SaveRequest(header=pb.SaveHeader(chain=chain))
@@ -174,7 +176,7 @@ class Calls:
 
         return again(
             lambda: self._unary(self._store.Save, messages(), shown),
-            lambda answer: not answer.ok or answer.reply.ready + answer.reply.filled == blocks,
+            lambda answer: not answer.ok or not answer.reply.reason.startswith(QUOTAS),
         )
 
     # ---- administration ----------------------------------------------------------------------------------
@@ -193,10 +195,27 @@ class Calls:
         request = pb.DropNamespaceRequest(digest=self._digest, tenant=tenant)
         return self._unary(self._admin.DropNamespace, request, _bearer(token))
 
+    # ---- services that are not ours ------------------------------------------------------------------------
+
+    def told_to_strangers(self) -> dict[str, Answer]:
+        """What health and reflection say to a caller who shows nothing."""
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        health = health_pb2.HealthCheckRequest()
+        return {
+            "health": self._unary(self._health.Check, health, []),
+            "reflection": self._stream(self._reflection.ServerReflectionInfo, iter([asked]), []),
+        }
+
     # ---- inside ------------------------------------------------------------------------------------------
 
     def _shown(self, tenant: str, token: str | None = None) -> list[tuple[str, str]]:
         return _bearer(self._tokens.get(tenant, "") if token is None else token)
+
+    def _rated(self, call: Callable[..., Any], request: Any, metadata: list[tuple[str, str]]) -> Answer:
+        """Again where a tenant's rate was in the way."""
+        return again(
+            lambda: self._unary(call, request, metadata), lambda answer: answer.code != "RESOURCE_EXHAUSTED"
+        )
 
     def _unary(self, call: Callable[..., Any], request: Any, metadata: list[tuple[str, str]]) -> Answer:
         try:
@@ -210,6 +229,15 @@ class Calls:
             request,
             metadata,
         )
+
+
+def _look(answer: Answer, blocks: Callable[[Any], int]) -> Look:
+    return Look(blocks(answer.reply)) if answer.ok else Look.failed(answer.code, answer.said)
+
+
+def _blocks_brought(replies: Any) -> int:
+    """Of which any byte came."""
+    return -(-sum(len(message.data.data) for message in replies) // LAYOUT.block_bytes)
 
 
 def _bearer(token: str) -> list[tuple[str, str]]:

@@ -16,11 +16,13 @@ from kvstore.audit.session import ANSWER_S
 from kvstore.config import Config
 from kvstore.rpc.endpoints import Endpoint
 
-__all__ = ["Reach", "opened", "plaintext", "reach_of"]
+__all__ = ["Reach", "opened", "plaintext", "reach_of", "shown_out"]
 
 # Listening on every address of the machine, a daemon is at this one, too.
 _ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "*": "127.0.0.1"}
 _PEM_BYTES_MAX = 1 << 20
+# So that the daemon's log says who asks what it refuses.
+_AGENT = ("grpc.primary_user_agent", "kvstore-audit-isolation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,17 @@ def _served_name(host: str, port: int, roots: str) -> str:
         OSError: nobody answers.
         ValueError: `roots` is no PEM.
     """
+    with _shaken(host, port, roots) as wrapped:
+        names: Any = (wrapped.getpeercert() or {}).get("subjectAltName", ())
+    found = [str(value) for _, value in names]
+    if not found or host in found:
+        return host
+    return found[0].replace("*.", "audit.", 1)
+
+
+@contextlib.contextmanager
+def _shaken(host: str, port: int, roots: str) -> Iterator[ssl.SSLSocket]:
+    """A connection after its handshake, without a certificate of ours; raises as `_served_name`."""
     context = ssl.create_default_context(cadata=roots)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself may be what is trusted
     context.check_hostname = False
@@ -84,11 +97,32 @@ def _served_name(host: str, port: int, roots: str) -> str:
         socket.create_connection((host, port), timeout=ANSWER_S) as plain,
         context.wrap_socket(plain, server_hostname=host) as wrapped,
     ):
-        names: Any = (wrapped.getpeercert() or {}).get("subjectAltName", ())
-    found = [str(value) for _, value in names]
-    if not found or host in found:
-        return host
-    return found[0].replace("*.", "audit.", 1)
+        yield wrapped
+
+
+def shown_out(reach: Reach) -> str:
+    """Whether who has no certificate of his own is shown out after his handshake.
+
+    In TLS 1.3 a client is done first, and is told then; who lets in sends its settings instead.
+
+    Returns:
+        How, in a word or two; "" = it goes on, or is silent.
+    """
+    host, _, port = reach.target.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        try:
+            wrapped = stack.enter_context(_shaken(host.strip("[]"), int(port), (reach.tls or b"").decode()))
+        except OSError:
+            return ""
+        wrapped.settimeout(ANSWER_S)
+        try:
+            return "" if wrapped.recv(1 << 12) else "hung up"
+        except ssl.SSLError as error:
+            return error.reason or "an alert"
+        except ConnectionError:
+            return "hung up"
+        except OSError:  # nothing came
+            return ""
 
 
 @contextlib.contextmanager
@@ -99,11 +133,11 @@ def opened(reach: Reach) -> Iterator[Any]:
             yield channel
         return
     credentials = grpc.ssl_channel_credentials(reach.tls)
-    options = (("grpc.ssl_target_name_override", reach.name),) if reach.name else ()
+    options = (_AGENT, *((("grpc.ssl_target_name_override", reach.name),) if reach.name else ()))
     with grpc.secure_channel(reach.target, credentials, options) as channel:
         yield channel
 
 
 def plaintext(target: str) -> Any:
     """A channel without TLS; a context manager."""
-    return grpc.insecure_channel(target)
+    return grpc.insecure_channel(target, (_AGENT,))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.audit.verdicts import Door
 
-__all__ = ["REFUSALS", "Look", "again", "answered", "judge_look"]
+__all__ = ["QUOTAS", "REFUSALS", "Look", "again", "answered", "judge_look", "judge_refusals"]
 
 T = TypeVar("T")
 
 # A caller's mistake or a lack of rights: nothing was looked for. Any other status says nothing of a lock.
 REFUSALS = ("INVALID_ARGUMENT", "PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "FAILED_PRECONDITION")
+# How the reason begins with which a lookup was not even made, or a save dropped (`kvstore/quotas.py`).
+QUOTAS = ("tenants.", "shared.")
 # A rate of a tenant (tenants.lookups_per_s) has a second's worth again after a second.
 _AGAIN_S, _TRIES = 1.05, 4
 
@@ -70,3 +72,22 @@ def judge_look(door: Door, check: str, look: Look, what: str) -> None:
         door.skip(check, f"{what} {look.words}")
     else:
         door.judge(check, not look.blocks, f"{what} {look.words}")
+
+
+def judge_refusals(
+    door: Door, check: str, ends: Mapping[str, str], words: str, expected: Sequence[str] = REFUSALS
+) -> None:
+    """Calls that must all be refused; one that is let in opens, whatever became of the others.
+
+    Args:
+        ends: what was tried → the status with which it ended, "" or OK = it was let in.
+        words: on whom, and by whom.
+        expected: statuses that are refusals; any other says nothing of a lock.
+    """
+    told = words + "; ".join(f"{what}: {status or 'OK'}" for what, status in ends.items())
+    if any(status in ("", "OK") for status in ends.values()):
+        door.judge(check, False, told)
+    elif ends and all(status in expected for status in ends.values()):
+        door.judge(check, True, told)
+    else:
+        door.skip(check, told)

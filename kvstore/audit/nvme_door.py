@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.audit.as_configured import judge_configuration
 from kvstore.audit.modes import judge_private
 from kvstore.audit.probe import Pair, Probe, Secret
 from kvstore.audit.secret_file import salt_file
@@ -19,6 +20,7 @@ from kvstore.audit.segments import Scan, Segments
 from kvstore.audit.session import ToolSession
 from kvstore.audit.verdicts import Door
 from kvstore.config import Config
+from kvstore.config.doors import DISK_KEYS
 from kvstore.errors import KVStoreError
 from kvstore.rpc import messages as m
 
@@ -55,12 +57,17 @@ def nvme_door(probe: Probe, disk: Disk) -> Door:
     """Judge the files, flush the daemon's disks, and search what was written since `disk` was made."""
     directory = probe.config.nvme.directory
     door = Door("nvme", directory)
+    judge_configuration(door, probe, DISK_KEYS)
     if not directory:
         door.skip("reached", "nvme.directory is not set: nothing lies on a disk")
         return door
+    door.core.update(("foreign_keys_are_not_there", "unsalted_keys_are_not_there", "no_secrets_are_there"))
     for group in dict.fromkeys((probe.pair.a.group, probe.pair.b.group)):
         judge_private(door, f"directory_is_private ({group})", Path(directory) / group, probe)
     _salts(door, probe)
+    if probe.no_room:
+        door.skip("own_blocks", probe.no_room, control=True)
+        return door
     if disk.unread:
         door.skip("own_blocks", "; ".join(disk.unread.values()), control=True)
         return door
@@ -76,6 +83,7 @@ def nvme_door(probe: Probe, disk: Disk) -> Door:
         return door
     _own_blocks(door, probe, scans)
     _foreign_keys(door, probe, scans)
+    _secrets(door, probe, scans)
     return door
 
 
@@ -117,8 +125,14 @@ def _keys(probe: Probe, what: str, root: bytes, tokens: NDArray[np.uint32]) -> l
 
 
 def _wanted(probe: Probe) -> list[Secret]:
-    """All that is searched for at once, by the names below."""
-    found = [Secret("the unsalted root", (probe.unsalted,))]
+    """All that is searched for at once, by the names below; what gRPC saved like what sessions saved."""
+    found = [Secret("the unsalted root", (probe.unsalted,)), *probe.hidden()]
+    others = dict(zip(probe.pair.names, probe.pair.names[::-1], strict=True))
+    for number, saved in enumerate(probe.grpc_saved):
+        name, tokens = f"{saved.tenant}, by gRPC {number}", saved.tokens
+        found += _keys(probe, f"grpc {name}", probe.roots[saved.tenant], tokens)
+        found += _keys(probe, f"foreign {name}", probe.roots[others[saved.tenant]], tokens)
+        found += _keys(probe, f"unsalted {name}", probe.unsalted, tokens)
     for name, other in (probe.pair.names, probe.pair.names[::-1]):
         tokens = probe.tokens[name]
         found += _keys(probe, f"own {name}", probe.roots[name], tokens)
@@ -157,6 +171,22 @@ def _left(scan: Scan) -> str:
     return f"; {scan.left_files} more files were written meanwhile than were read ({read})"
 
 
+def _secrets(door: Door, probe: Probe, scans: dict[str, Scan]) -> None:
+    """Salts and bearer tokens, which no record holds."""
+    check, names = "no_secrets_are_there", [secret.what for secret in probe.hidden()]
+    there = [name for name in names if any(scan.found.get(name) for scan in scans.values())]
+    left = "".join(_left(scan) for scan in scans.values())
+    if there:
+        door.judge(check, False, f"{', '.join(there)} lie there")
+    elif left or not names:
+        door.skip(
+            check,
+            f"none of {len(names)} salts and bearer tokens was found{left}" if names else "none is known",
+        )
+    else:
+        door.judge(check, True, f"none of {len(names)} salts and bearer tokens lies there")
+
+
 def _foreign_keys(door: Door, probe: Probe, scans: dict[str, Scan]) -> None:
     every = list(scans.values())
     left = "".join(_left(scan) for scan in every)
@@ -177,6 +207,7 @@ def _foreign_keys(door: Door, probe: Probe, scans: dict[str, Scan]) -> None:
     if probe.pair.together:
         return
     for tenant, other in ((probe.pair.a, probe.pair.b), (probe.pair.b, probe.pair.a)):
-        there = _named([scans[other.group]], f"own {tenant.name}")
+        own = (f"own {tenant.name}", f"grpc {tenant.name}")
+        there = sum(_named([scans[other.group]], prefix) for prefix in own)
         told = f"{there} blocks of {tenant.name} lie in the files of group {other.group}"
         door.judge(f"other_group_has_none ({tenant.name})", not there, told)

@@ -8,10 +8,12 @@ import re
 import socket
 from collections.abc import Sequence
 
+from kvstore.audit.as_configured import judge_configuration
 from kvstore.audit.probe import Probe, Secret
 from kvstore.audit.session import ANSWER_S, ToolSession
 from kvstore.audit.verdicts import Door
 from kvstore.config import MetricsConfig
+from kvstore.config.doors import METRICS_KEYS
 from kvstore.errors import KVStoreError
 
 __all__ = ["metrics_door", "secrets_in", "status_door"]
@@ -19,7 +21,14 @@ __all__ = ["metrics_door", "secrets_in", "status_door"]
 # A page of 1,000 tenants has some 400 KiB.
 PAGE_BYTES_MAX = 64 << 20
 # check → how the secrets begin that it looks for.
-_KINDS = {"no_salts": ("the salt",), "no_roots_or_keys": ("the root", "a key"), "no_tokens": ("a token",)}
+_KINDS = {
+    "no_salts": ("the salt",),
+    "no_roots_or_keys": ("the root", "a key"),
+    "no_tokens": ("a token id",),
+    "no_bearer_tokens": ("a bearer token",),
+}
+_CORE = ("no_roots_or_keys", "no_tokens")
+_UNKNOWN = {"no_bearer_tokens": "none was given (--token-file)"}
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}
 
@@ -41,6 +50,7 @@ def metrics_door(probe: Probe) -> Door:
     """The page of `metrics.listen`."""
     config = probe.config.metrics
     door = Door("metrics", config.listen)
+    judge_configuration(door, probe, METRICS_KEYS)
     if not config.listen:
         door.skip("reached", "metrics.listen is not set: there is no such page")
         return door
@@ -80,11 +90,12 @@ def _judge(door: Door, probe: Probe, page: bytes, mark: bytes) -> None:
     """`mark`: what an honest page holds."""
     if not door.control("reached", mark in page, f"{len(page):,} bytes"):
         return
+    door.core.update(_CORE)
     secrets = probe.secrets()
     for check, what in _KINDS.items():
         kind = [secret for secret in secrets if secret.what.startswith(what)]
         if not kind:
-            door.skip(check, probe.salts_unread or "none is known")
+            door.skip(check, _UNKNOWN.get(check) or probe.no_room or probe.salts_unread or "none is known")
             continue
         found = secrets_in(page, kind)
         told = f"it holds {', '.join(found)}" if found else f"none of {len(kind)} in any of their forms"

@@ -17,7 +17,17 @@ from kvstore.errors import BadRequest
 from kvstore.keys import KeyChain
 from kvstore.types import BlockLayout, Namespace, Reuse, root_of
 
-__all__ = ["BLOCKS", "LAYOUT", "Pair", "Probe", "Secret", "fresh_tokens", "namespace_of", "pick"]
+__all__ = [
+    "BLOCKS",
+    "LAYOUT",
+    "Pair",
+    "Probe",
+    "SavedChain",
+    "Secret",
+    "fresh_tokens",
+    "namespace_of",
+    "pick",
+]
 
 # One page a block, the smallest there is: 4 tokens in one layer of one head. Four random token ids are 124
 # random bits: nobody else's block has them.
@@ -133,6 +143,18 @@ class Secret:
         return f"Secret({self.what})"
 
 
+@dataclass(frozen=True, slots=True)
+class SavedChain:
+    """What one save of a tenant brought.
+
+    Attributes:
+        tokens: (n,) their ids.
+    """
+
+    tenant: str
+    tokens: NDArray[np.uint32]
+
+
 @dataclass(slots=True)
 class Probe:
     """One audit's facts.
@@ -148,6 +170,10 @@ class Probe:
         tokens: tenant name → the ids of the chain that it saved through its session.
         daemon_uid: of the process at the socket; -1 = not known.
         saved_blocks: by all doors, so far.
+        listens: of the daemon, by key of its configuration (`door_facts`); None = it does not say.
+        no_room: why nothing may be saved, "" = it may.
+        bearers: tenant name, or "*" → bearer token for the gRPC API.
+        grpc_saved: (tenant, ids) of each chain that was saved through the gRPC API.
     """
 
     config: Config
@@ -160,6 +186,10 @@ class Probe:
     tokens: dict[str, NDArray[np.uint32]] = field(default_factory=dict)
     daemon_uid: int = -1
     saved_blocks: int = 0
+    listens: Mapping[str, str] | None = None
+    no_room: str = ""
+    bearers: Mapping[str, str] = field(default_factory=dict)
+    grpc_saved: list[SavedChain] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Probe({self.pair.a.name}, {self.pair.b.name})"
@@ -183,9 +213,17 @@ class Probe:
         """Keys of some tokens under a root."""
         return KeyChain.of(root, tokens, LAYOUT.block_tokens)
 
+    def hidden(self) -> list[Secret]:
+        """Salts and bearer tokens: of what nobody else may ever see what no audit has made up."""
+        salts = [Secret.of(f"the salt of {name}", salt) for name, salt in self.salts.items()]
+        tokens = [
+            Secret.of(f"a bearer token of {name}", text.encode()) for name, text in self.bearers.items()
+        ]
+        return salts + tokens
+
     def secrets(self) -> list[Secret]:
-        """Salts that are known, and of what the sessions saved the roots, keys and token ids."""
-        found = [Secret.of(f"the salt of {name}", salt) for name, salt in self.salts.items()]
+        """Salts that are known, bearer tokens, and of what the sessions saved roots, keys and token ids."""
+        found = self.hidden()
         for name, root in self.roots.items():
             found.append(Secret.of(f"the root of {name}", root))
             if name in self.tokens:

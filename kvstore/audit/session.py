@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore import _native
 from kvstore._native import NONE, Arena, SlotFormat
-from kvstore.audit.looks import Look, again, answered
+from kvstore.audit.looks import QUOTAS, Look, again, answered
 from kvstore.audit.probe import LAYOUT, Probe
 from kvstore.errors import DeadlineExceeded, KVStoreError, Refused, Unavailable, from_status
 from kvstore.keys import KeyChain, test_vector
@@ -33,8 +33,6 @@ __all__ = ["ANSWER_S", "Memory", "ProbeSession", "Saved", "ToolSession"]
 ANSWER_S = 10.0
 _LENGTH = struct.Struct("<I")
 _CELL = 0
-# How the reason of a lookup begins that was not even made (`kvstore/quotas.py`).
-_QUOTAS = ("tenants.", "shared.")
 
 Memory = tuple[tuple[int, int], ...]
 """Device and inode of each piece of memory that a session was handed."""
@@ -109,7 +107,7 @@ class _Session:
         return reply
 
     def refusal(self, body: m.Request) -> str:
-        """The status with which a request is refused; "" = it was not."""
+        """The status with which a request ends; "" = it was let in."""
         reply = self.ask(body)
         return reply.status if isinstance(reply, m.Failed) else ""
 
@@ -173,19 +171,22 @@ class ProbeSession(_Session):
     Args:
         probe: whose socket and namespace.
         tenant: in whose name.
+        prove: no: it is attached and no more, which takes no slot of the arena, and asks for nothing.
 
     Raises:
         KVStoreError: as the daemon refuses it.
         Unavailable, DeadlineExceeded: it hangs up, or does not answer within ANSWER_S.
     """
 
-    def __init__(self, probe: Probe, tenant: str) -> None:
+    def __init__(self, probe: Probe, tenant: str, *, prove: bool = True) -> None:
         super().__init__(probe)
         self.tenant = tenant
         self._arena: Arena | None = None
         self._format = SlotFormat(LAYOUT.layers, LAYOUT.kv_heads, LAYOUT.cell_bytes)
         try:
             self._attach(probe, tenant)
+            if prove:
+                self._prove()
         except BaseException:  # whatever it was, nobody else will close the socket
             self.close()
             raise
@@ -198,6 +199,8 @@ class ProbeSession(_Session):
         self.memory: Memory = tuple((facts.st_dev, facts.st_ino) for facts in map(os.fstat, self._fds))
         self.daemon_uid = peer_ids(self._sock)[1]
         self._arena = Arena.attach(self._fds[0], self._fds[1], welcome.capacity_bytes)
+
+    def _prove(self) -> None:
         task = self.need(m.Prove(), m.ProveSlot)
         self._write(task.slot, m.pattern(task.seed, _CELL, _CELL, LAYOUT.cell_bytes))
         self.need(m.ProvedStore(), m.ProveLoad)
@@ -222,11 +225,16 @@ class ProbeSession(_Session):
 
     # ---- blocks ------------------------------------------------------------------------------------------
 
-    def lookup(self, chain: KeyChain, request: str = "") -> Any:
-        """Found, or why it may not even be asked; `request` names it for `Explain`."""
+    def lookup(self, chain: KeyChain, request: str = "", more: int = 0) -> Any:
+        """Found, or why it may not even be asked.
+
+        Args:
+            request: names it for `Explain`.
+            more: blocks that the chain is said to have behind these.
+        """
         positions = np.arange(len(chain), dtype="<u4").tobytes()
         intent: m.IntentRow = (0, request, 0.0, False, 0, 0, 0, "")
-        return self.ask(m.Lookup(chain.root, len(chain), positions, chain.keys.tobytes(), intent))
+        return self.ask(m.Lookup(chain.root, len(chain) + more, positions, chain.keys.tobytes(), intent))
 
     def look(self, chain: KeyChain) -> Look:
         """Whether any of a chain is found; nothing stays held."""
@@ -238,16 +246,17 @@ class ProbeSession(_Session):
             return Look.failed(found.status, found.message)
         if found.lease:
             self.ask(m.Release(found.lease))
-        quota = found.busy or (found.reason if found.reason.startswith(_QUOTAS) else "")
+        quota = found.busy or (found.reason if found.reason.startswith(QUOTAS) else "")
         return Look(found.blocks, unanswered="" if found.blocks else quota)
 
-    def reserve(self, chain: KeyChain) -> m.Reserved:
-        """Slots for a whole chain; nothing is written yet.
+    def reserve(self, chain: KeyChain, parent: bytes = b"") -> m.Reserved:
+        """Slots for a whole chain, behind `parent`, b"" = at its root; nothing is written yet.
 
         Raises:
             KVStoreError: refused.
         """
-        reply: m.Reserved = self.need(m.Reserve(chain.root, chain.root, chain.keys.tobytes()), m.Reserved)
+        body = m.Reserve(chain.root, parent or chain.root, chain.keys.tobytes())
+        reply: m.Reserved = self.need(body, m.Reserved)
         return reply
 
     def publish(self, got: m.Reserved) -> Saved:
@@ -264,7 +273,7 @@ class ProbeSession(_Session):
 
     def save(self, chain: KeyChain) -> Saved:
         """Both halves of it, again where a quota was in the way."""
-        return again(lambda: self._save(chain), lambda saved: not saved.reason.startswith(_QUOTAS))
+        return again(lambda: self._save(chain), lambda saved: not saved.reason.startswith(QUOTAS))
 
     def _save(self, chain: KeyChain) -> Saved:
         try:

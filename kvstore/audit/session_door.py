@@ -10,12 +10,17 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-import numpy as np
-
-from kvstore.audit.looks import again, judge_look
+from kvstore.audit.looks import judge_look, judge_refusals
 from kvstore.audit.modes import judge_socket, user_of
 from kvstore.audit.probe import LAYOUT, Probe, fresh_tokens
 from kvstore.audit.session import ProbeSession
+from kvstore.audit.session_holdings import (
+    judge_foreign_extension,
+    judge_foreign_filling,
+    judge_foreign_lease,
+    judge_foreign_parent,
+    judge_foreign_request,
+)
 from kvstore.audit.verdicts import Door
 from kvstore.config import TenantConfig, user_ids
 from kvstore.errors import KVStoreError, Refused
@@ -25,21 +30,34 @@ from kvstore.rpc import messages as m
 __all__ = ["judge_roots", "session_door"]
 
 _NOBODY = 65_534
+_CORE = (
+    "same_tokens_find_nothing",
+    "roots_differ",
+    "foreign_root_is_refused",
+    "foreign_keys_find_nothing",
+    "foreign_lease_is_refused",
+    "foreign_filling_is_refused",
+    "unknown_tenant_is_refused",
+)
 
 
 def session_door(probe: Probe) -> Door:
     """Save as both tenants, and try to get from one to the other.
 
-    Sets the probe's roots, tokens and the daemon's user. Takes one page of the arena a block; where no slab
-    of that size has room, a slab's worth (`host.slab_bytes`) of what was used longest ago leaves for it.
+    Sets the probe's roots, tokens and the daemon's user. Takes one page of the arena a block, unless the
+    probe says that there is no room: then all is left out that needs blocks.
 
     Raises:
         KVStoreError: a tenant cannot attach: then there is nothing to audit as.
     """
-    door, pair = Door("session", f"unix:{probe.socket}"), probe.pair
+    door, pair = Door("session", f"unix:{probe.socket}", core=set(_CORE)), probe.pair
     users = all(tenant.users for tenant in (pair.a, pair.b))
     judge_socket(door, "socket_mode", probe.socket, "to be one of the tenants' users" if users else "")
-    with ProbeSession(probe, pair.a.name) as a, ProbeSession(probe, pair.b.name) as b:
+    prove = not probe.no_room
+    with (
+        ProbeSession(probe, pair.a.name, prove=prove) as a,
+        ProbeSession(probe, pair.b.name, prove=prove) as b,
+    ):
         for session in (a, b):
             if "own" not in session.roots:
                 raise Refused(
@@ -47,26 +65,36 @@ def session_door(probe: Probe) -> Door:
                 )
         probe.daemon_uid = a.daemon_uid
         probe.roots = {session.tenant: session.roots["own"] for session in (a, b)}
-        probe.tokens = {session.tenant: fresh_tokens() for session in (a, b)}
-        chain = probe.chain(probe.roots[a.tenant], probe.tokens[a.tenant])
-        found = _own_blocks(door, "own_blocks", probe, a)
-        _nothing_found(door, probe, b, chain)
+        if probe.no_room:
+            door.skip("own_blocks", probe.no_room, control=True)
+        else:
+            probe.tokens = {session.tenant: fresh_tokens() for session in (a, b)}
+            _blocks(door, probe, a, b)
+            _foreign_counts(door, a, b)
         given = {f"{s.tenant} ({reuse})": root for s in (a, b) for reuse, root in s.roots.items()}
         judge_roots(door, probe, given)
-        _foreign_root(door, b, chain)
-        look = b.look(KeyChain(b.roots["own"], chain.keys))
-        what = f"{b.tenant}, with the keys of {a.tenant} under its own root,"
-        judge_look(door, "foreign_keys_find_nothing", look, what)
-        if found:
-            _foreign_lease(door, a, b, chain)
-            _foreign_request(door, a, b, chain)
-        _foreign_filling(door, probe, a, b)
-        _own_blocks(door, "own_blocks_of_the_other", probe, b)
-        _foreign_counts(door, a, b)
         _arenas(door, probe, a, b)
     _unknown_tenant(door, probe)
     _other_users(door, probe)
     return door
+
+
+def _blocks(door: Door, probe: Probe, a: ProbeSession, b: ProbeSession) -> None:
+    chain = probe.chain(probe.roots[a.tenant], probe.tokens[a.tenant])
+    found = _own_blocks(door, "own_blocks", probe, a)
+    _nothing_found(door, probe, b, chain)
+    _foreign_root(door, b, chain)
+    look = b.look(KeyChain(b.roots["own"], chain.keys))
+    what = f"{b.tenant}, with the keys of {a.tenant} under its own root,"
+    judge_look(door, "foreign_keys_find_nothing", look, what)
+    _group_root(door, probe, b)
+    if found:
+        judge_foreign_lease(door, a, b, chain)
+        judge_foreign_request(door, a, b, chain)
+    judge_foreign_filling(door, probe, a, b)
+    if _own_blocks(door, "own_blocks_of_the_other", probe, b):
+        judge_foreign_extension(door, probe, b, chain)
+        judge_foreign_parent(door, probe, b, chain)
 
 
 def judge_roots(door: Door, probe: Probe, given: dict[str, bytes]) -> None:
@@ -117,6 +145,17 @@ def _nothing_found(door: Door, probe: Probe, b: ProbeSession, chain: KeyChain) -
         judge_look(door, "same_tokens_find_nothing", look, what)
 
 
+def _group_root(door: Door, probe: Probe, b: ProbeSession) -> None:
+    """What a tenant has under its own root is not shared by declaration."""
+    check = "group_root_finds_nothing"
+    if "group" not in b.roots:
+        door.skip(check, f"{b.tenant} shares nothing with its trust group (its reuse is own)")
+        return
+    look = b.look(probe.chain(b.roots["group"], probe.tokens[probe.pair.a.name]))
+    what = f"{b.tenant}, with the tokens of {probe.pair.a.name} under the root of their group,"
+    judge_look(door, check, look, what)
+
+
 def _foreign_root(door: Door, b: ProbeSession, chain: KeyChain) -> None:
     look = b.look(chain)
     what = f"a lookup of {b.tenant} under the other's root"
@@ -125,92 +164,28 @@ def _foreign_root(door: Door, b: ProbeSession, chain: KeyChain) -> None:
     else:
         told = look.words if look.refused else f"is let in, and {look.words}"
         door.judge("foreign_root_is_refused", bool(look.refused), f"{what} {told}")
-    status = b.refusal(m.Reserve(chain.root, chain.root, chain.keys.tobytes()))
-    told = f"is refused ({status})" if status else "is let in"
-    door.judge("foreign_root_takes_no_save", bool(status), f"a save of {b.tenant} under it {told}")
-
-
-def _foreign_lease(door: Door, a: ProbeSession, b: ProbeSession, chain: KeyChain) -> None:
-    found = again(lambda: a.lookup(chain), lambda reply: bool(getattr(reply, "lease", 0)))
-    lease = getattr(found, "lease", 0)
-    if not lease:
-        door.skip("foreign_lease_is_refused", f"{a.tenant} is granted no lease")
-        return
-    tries: dict[str, m.Request] = {
-        "extend": m.Extend(lease, _positions(chain), chain.keys.tobytes()),
-        "fetch": m.Fetch(lease, 0, len(chain)),
-        "report": m.Report(lease, _positions(chain)),
-        "release": m.Release(lease),
-    }
-    let_in = [what for what, body in tries.items() if not b.refusal(body)]
-    told = f"{b.tenant} can {', '.join(let_in)} it" if let_in else f"{', '.join(tries)} are refused"
-    door.judge("foreign_lease_is_refused", not let_in, f"the lease of {a.tenant}: {told}")
-    reply = a.ask(m.Fetch(lease, 0, len(chain)))
-    lives = isinstance(reply, m.Fetched)
-    told = "can still fetch under it" if lives else f"has lost it: {getattr(reply, 'message', '')}"
-    door.judge("foreign_lease_lives_on", lives, f"{a.tenant} {told}")
-    a.ask(m.Release(lease))
-
-
-def _positions(chain: KeyChain) -> bytes:
-    return np.arange(len(chain), dtype="<u4").tobytes()
-
-
-def _foreign_request(door: Door, a: ProbeSession, b: ProbeSession, chain: KeyChain) -> None:
-    """What was decided for a request is told to its own tenant."""
-    request = f"audit-{os.urandom(8).hex()}"
-    found = again(lambda: a.lookup(chain, request), lambda reply: bool(getattr(reply, "lease", 0)))
-    if getattr(found, "lease", 0):
-        a.ask(m.Release(found.lease))
-    if a.refusal(m.Explain(request)):
-        door.skip("foreign_request_is_not_told", f"{a.tenant} itself is not told of its request")
-        return
-    status = b.refusal(m.Explain(request))
-    told = "is told nothing" if status else "is told"
-    door.judge("foreign_request_is_not_told", bool(status), f"{b.tenant} {told} of a request of {a.tenant}")
-
-
-def _foreign_filling(door: Door, probe: Probe, a: ProbeSession, b: ProbeSession) -> None:
-    """Slots that A has reserved and not written: B can neither make them readable nor take them away."""
-    chain = probe.chain(a.roots["own"], fresh_tokens())
-    try:
-        got = again(lambda: a.reserve(chain), lambda reply: bool(reply.token))
-    except KVStoreError as error:
-        door.skip("foreign_filling_is_refused", f"{a.tenant} cannot reserve: {error}")
-        return
-    if not got.token:
-        door.skip("foreign_filling_is_refused", f"{a.tenant} got no slots: {got.busy or got.reason}")
-        return
-    tries: dict[str, m.Request] = {
-        "publish": m.Publish(got.token, len(chain), True),
-        "abort": m.Abort(got.token),
-    }
-    let_in = [what for what, body in tries.items() if not b.refusal(body)]
-    early = a.look(chain).blocks
-    told = f"{b.tenant} can {', '.join(let_in)} it" if let_in else "publish and abort are refused"
-    if early:
-        told += f", and {early} unwritten blocks became readable"
-    closed = not let_in and not early
-    door.judge("foreign_filling_is_refused", closed, f"the reservation of {a.tenant}: {told}")
-    saved = a.publish(got)
-    probe.saved_blocks += saved.ready
-    told = f"{a.tenant} publishes {saved.ready} of its {len(chain)} blocks {saved.reason}".rstrip()
-    door.judge("foreign_filling_lives_on", saved.ready == len(chain), told)
+    ends = {"a save under it": b.refusal(m.Reserve(chain.root, chain.root, chain.keys.tobytes()))}
+    judge_refusals(door, "foreign_root_takes_no_save", ends, f"{b.tenant}, ")
 
 
 def _foreign_counts(door: Door, a: ProbeSession, b: ProbeSession) -> None:
     """What an engine may ask of the daemon's state tells of its own tenants."""
-    groups = b.status()["groups"]
-    told = [
-        f"{name}.{what}"
-        for name, group in groups.items()
-        for what in ("tokens", "quotas")
-        if a.tenant in group.get(what, {})
-    ]
-    said = f"holds {', '.join(told)} of {a.tenant}" if told else f"does not name {a.tenant}"
-    door.judge(
-        "foreign_counts_are_not_told", not told, f"the status that an engine of {b.tenant} gets {said}"
-    )
+    check, groups = "foreign_counts_are_not_told", b.status()["groups"]
+
+    def told(tenant: str) -> list[str]:
+        return [
+            f"{name}.{what}"
+            for name, group in groups.items()
+            for what in ("tokens", "quotas")
+            if tenant in group.get(what, {})
+        ]
+
+    if not told(b.tenant):
+        door.skip(check, f"the status that an engine of {b.tenant} gets does not even name {b.tenant}")
+        return
+    found = told(a.tenant)
+    said = f"holds {', '.join(found)} of {a.tenant}" if found else f"does not name {a.tenant}"
+    door.judge(check, not found, f"the status that an engine of {b.tenant} gets {said}")
 
 
 def _arenas(door: Door, probe: Probe, a: ProbeSession, b: ProbeSession) -> None:
@@ -230,7 +205,7 @@ def _unknown_tenant(door: Door, probe: Probe) -> None:
     name = f"audit-{os.urandom(8).hex()}"
     check, what = "unknown_tenant_is_refused", "an attach as a tenant that is not configured"
     try:
-        ProbeSession(probe, name).close()
+        ProbeSession(probe, name, prove=False).close()
     except Refused as error:
         door.judge(check, True, f"{what} is refused: {str(error).replace(name, '…')}")
     except KVStoreError as error:
@@ -254,7 +229,7 @@ def _other_users(door: Door, probe: Probe) -> None:
         user = _stranger(tenant, probe)
         try:
             with _as_user(user):
-                ProbeSession(probe, tenant.name).close()
+                ProbeSession(probe, tenant.name, prove=False).close()
             let_in.append(f"{user_of(user)} as {tenant.name}")
         except Refused as error:  # by the daemon, or by the socket's mode
             refusals.append(str(error))

@@ -5,8 +5,8 @@ finding   closed      the check was made, and nothing came through
           not_probed  it could not be made, and why: it says nothing either way
 control   a finding that only says whether the others mean anything: a probe that does not even find its
           own blocks has proven nothing by not finding them elsewhere
-door      open if any finding is; closed if its controls passed and something was found closed; otherwise
-          not_probed
+door      open if any finding is; closed if its controls passed, its core checks were all made and found
+          closed, and there is anything that was; otherwise not_probed
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Door", "Finding", "Report", "Verdict"]
+__all__ = ["AS_CONFIGURED", "Door", "Finding", "Report", "Verdict"]
+
+# The control that the audit was told of the same door as the daemon has.
+AS_CONFIGURED = "as_configured"
 
 
 class Verdict(enum.StrEnum):
@@ -52,11 +55,13 @@ class Door:
         name: session, grpc, nvme, status or metrics.
         place: its address, or the directory; "" where there is none.
         findings: in the order in which the checks were made.
+        core: names of the checks without which it cannot be called closed; more where more can be tried.
     """
 
     name: str
     place: str
     findings: list[Finding] = field(default_factory=list)
+    core: set[str] = field(default_factory=set)
 
     def control(self, check: str, passed: bool, detail: str) -> bool:
         """Note a control; whether it passed."""
@@ -79,6 +84,9 @@ class Door:
         if any(finding.verdict is Verdict.OPEN for finding in self.findings):
             return Verdict.OPEN
         if any(finding.control and finding.verdict is not Verdict.CLOSED for finding in self.findings):
+            return Verdict.NOT_PROBED
+        left = {finding.check for finding in self.findings if finding.verdict is Verdict.NOT_PROBED}
+        if self.core & left or not self.core <= {finding.check for finding in self.findings}:
             return Verdict.NOT_PROBED
         closed = any(f.verdict is Verdict.CLOSED for f in self.findings if not f.control)
         return Verdict.CLOSED if closed else Verdict.NOT_PROBED
@@ -120,9 +128,35 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """No door is open, and the session was probed: every daemon has that one."""
+        """No door is open, the session was probed (every daemon has that one), and all doors were known."""
         found = [door.verdict for door in self.doors]
-        return Verdict.OPEN not in found and found[:1] == [Verdict.CLOSED]
+        return not self.open and found[:1] == [Verdict.CLOSED] and not self.strange
+
+    @property
+    def open(self) -> bool:
+        """A door is."""
+        return any(door.verdict is Verdict.OPEN for door in self.doors)
+
+    @property
+    def strange(self) -> bool:
+        """The daemon has a door that the audit was not told of, or was told otherwise."""
+        return any(
+            finding.check == AS_CONFIGURED and finding.verdict is not Verdict.CLOSED
+            for door in self.doors
+            for finding in door.findings
+        )
+
+    @property
+    def skipped(self) -> list[str]:
+        """ "DOOR CHECK" of all that could not be made, whatever became of its door; each once."""
+        return list(
+            dict.fromkeys(
+                f"{door.name} {finding.check}"
+                for door in self.doors
+                for finding in door.findings
+                if finding.verdict is Verdict.NOT_PROBED
+            )
+        )
 
     def json(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -132,6 +166,7 @@ class Report:
             "tenants": dict(self.tenants),
             "open": self.named(Verdict.OPEN),
             "not_probed": self.named(Verdict.NOT_PROBED),
+            "skipped": self.skipped,
             "left": self.left,
             "doors": [door.json() for door in self.doors],
         }

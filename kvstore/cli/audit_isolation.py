@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,13 +41,35 @@ TlsRoot = Annotated[
     Path | None,
     Parameter(help="PEM file of the API's authority. Default: grpc.tls_certificate itself"),
 ]
+MayEvict = Annotated[
+    bool,
+    Parameter(negative=(), help="save even where no slab of the arena is free, and others' blocks leave"),
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is shown at the gRPC API.
+
+    Attributes:
+        token_files: as the option says.
+        tls_root: as the option says.
+    """
+
+    token_files: TokenFiles = None
+    tls_root: TlsRoot = None
+
+
+# 3: nothing is open, but the session, or a door that the daemon says it has, was not probed.
+_OPEN, _UNPROBED = 1, 3
 
 
 def audit_isolation_command(
     *,
     tenants: Tenants = None,
-    token_files: TokenFiles = None,
-    tls_root: TlsRoot = None,
+    shown: Shown | None = None,
+    may_evict: MayEvict = False,
     config: ConfigFile = None,
     overrides: SetFlags = None,
     as_json: AsJson = False,
@@ -56,7 +79,9 @@ def audit_isolation_command(
     One saves a few made-up blocks, the other tries to get at them: with the same tokens, with the keys,
     roots, leases and reservations of the first; through the session socket, the gRPC API, the NVMe directory,
     the status report and the metrics page. Run it as the daemon's user with the daemon's configuration. Exit
-    1 when a door is open; one that cannot be probed is listed with the reason, and is not closed by that.
+    1 when a door is open, 3 when none is and the session could not be probed, or the daemon has doors that
+    this configuration does not name; any other door that cannot be probed is listed with the reason, and is
+    not closed by that.
 
     Examples:
         kvstore audit-isolation --config /etc/kvstore.toml
@@ -67,17 +92,20 @@ def audit_isolation_command(
     settings = load(config, overrides)
     # Failed handshakes are what some checks are for; the library would tell of them on stderr.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from kvstore.audit import audit, pick  # gRPC and the native core: not for `kvstore --help`
+    from kvstore.audit import Given, audit, pick  # gRPC and the native core: not for `kvstore --help`
 
     pair = pick(settings, tenants or [])
-    tokens = _tokens(token_files or [], pair.names)
+    shown = shown or Shown()
+    tokens = _tokens(shown.token_files or [], pair.names)
     daemon = ask(Path(settings.daemon.socket), "status")
-    report = audit(settings, pair, tokens, tls_root, daemon)
+    report = audit(settings, pair, Given(tokens, shown.tls_root), daemon, may_evict=may_evict)
     if as_json:
         say_json(report.json())
     else:
         say_text("\n".join(_lines(report)))
-    return 0 if report.ok else 1
+    if report.ok:
+        return 0
+    return _OPEN if report.open else _UNPROBED
 
 
 def _tokens(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -112,6 +140,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     counts = {word: sum(d.verdict.value == verdict for d in report.doors) for verdict, word in _WORDS.items()}
     said = ", ".join(f"{count} {word.lower()}" for word, count in counts.items() if count)
+    if report.skipped:
+        yield f"not made: {', '.join(report.skipped)}"
     yield f"{said}; {report.left}"
 
 

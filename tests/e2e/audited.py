@@ -19,7 +19,7 @@ from nvme_kit import nvme_settings
 from real_daemon import RealDaemon
 from scene import Scene
 
-__all__ = ["APART", "BOUND", "TWO", "Audited", "audited", "street"]
+__all__ = ["APART", "BOUND", "TWO", "Audited", "audited", "free_port", "street"]
 
 TWO = '[[tenants]]\nname = "a"\ngroup = "team"\n\n[[tenants]]\nname = "b"\ngroup = "team"\n'
 APART = TWO.replace("team", "blue", 1).replace("team", "red")

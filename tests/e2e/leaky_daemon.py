@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import leaky_calls
 import numpy as np
 
 from kvstore import group, store, tenants
@@ -27,7 +28,7 @@ from kvstore.rpc import session
 from kvstore.rpc.api import access, chains, server
 from kvstore.rpc.metrics import http
 from kvstore.transfers import Filling, Fillings
-from kvstore.types import root_of
+from kvstore.types import Reuse, root_of
 
 Origins = tenants.Tenants.origins
 
@@ -219,7 +220,82 @@ def leak_pages() -> None:
     http.Page = Leaky  # type: ignore[misc]
 
 
-LEAKS = {name.removeprefix("leak_"): leak for name, leak in globals().items() if name.startswith("leak_")}
+def leak_extend() -> None:
+    """A lease goes on with whatever keys its second trip names."""
+    extend = store.Store.extend
+
+    def longer(self: store.Store, caller: Any, lease_id: int, positions: Any, keys: Any) -> Any:
+        lease = caller.group.leases.get(caller.session, lease_id)
+        before = len(lease.nodes)
+        match = extend(self, caller, lease_id, positions, keys)
+        if len(lease.nodes) > before:
+            return match
+        more = [caller.group.index.find(key.tobytes()) for key in keys]
+        lease.nodes = np.append(lease.nodes, [node for node in more if node != NONE]).astype(np.uint32)
+        return dataclasses.replace(match, known=len(lease.nodes))
+
+    store.Store.extend = longer  # type: ignore[method-assign]
+
+
+def leak_parent() -> None:
+    """Blocks may continue any block that is known."""
+    parent_node = store.Store.parent_node
+
+    def anybodys(self: store.Store, caller: Any, root: bytes, parent: bytes) -> int:
+        caller.group.roots.of(caller, root)
+        node = caller.group.index.find(parent)
+        return node if node != NONE else parent_node(self, caller, root, parent)
+
+    store.Store.parent_node = anybodys  # type: ignore[method-assign]
+
+
+def leak_shared() -> None:
+    """What a trust group shares begins where the first tenant's own chains begin."""
+
+    def origins(self: tenants.Tenants, name: str, digest: bytes) -> Any:
+        found = dict(Origins(self, name, digest))
+        if Reuse.GROUP in found:
+            first = Origins(self, self.names()[0], digest)[Reuse.OWN]
+            found[Reuse.GROUP] = dataclasses.replace(found[Reuse.GROUP], key=first.key)
+        return found
+
+    tenants.Tenants.origins = origins  # type: ignore[method-assign]
+
+
+def leak_written() -> None:
+    """Each flush writes the salts beside the blocks."""
+    flush = session.flush
+
+    def flushed(of: store.Store, answer: Any) -> None:
+        for name in of.groups:
+            path = Path(of.config.nvme.directory) / name / "segment-900001.kvs"
+            path.write_bytes(b"".join(of.tenants._salts.tenants.values()).ljust(4096, b"\0"))
+        flush(of, answer)
+
+    session.flush = flushed  # type: ignore[assignment]
+
+
+def leak_nothing() -> None:
+    """No door: leases and reservations of others are a fault of the daemon's, and engines hear of nobody."""
+
+    def faulty(things: Any, mine: bool, number: int) -> Any:
+        if not mine and number in things:
+            raise KVStoreError("internal error: nobody knows what to do with it")
+        return known(things, number)
+
+    def lease(self: Leases, session_id: int, number: int) -> Any:
+        return faulty(self._by_id, number in self._by_session.get(session_id, {}), number)
+
+    Leases.get = lease  # type: ignore[method-assign]
+    status = session.status
+    session.status = lambda of, caller: status(of) if caller is None else {**status(of), "groups": {}}
+
+
+LEAKS = {
+    name.removeprefix("leak_"): leak
+    for name, leak in {**globals(), **vars(leaky_calls)}.items()
+    if name.startswith("leak_")
+}
 
 
 if __name__ == "__main__":

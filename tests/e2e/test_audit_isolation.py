@@ -1,115 +1,18 @@
-"""`kvstore audit-isolation` on real daemons: all doors closed, and each that something forgot is named."""
+"""`kvstore audit-isolation` on real daemons whose doors are closed: what it says, and what it leaves."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import leaky_daemon
-import pytest
 import trustme
+from audited import APART, BOUND, TWO, audited, free_port, street
 from command_line import kvstore
-from nvme_kit import nvme_settings
-from real_daemon import RealDaemon, eventually
+from real_daemon import eventually
 from scene import Scene
 
-TWO = '[[tenants]]\nname = "a"\ngroup = "team"\n\n[[tenants]]\nname = "b"\ngroup = "team"\n'
-APART = TWO.replace("team", "blue", 1).replace("team", "red")
-BOUND = TWO.replace('"team"', '"team"\nusers = [61000]')
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-@pytest.fixture
-def street(stage: Scene) -> Iterator[Scene]:
-    """A stage that every user of this machine can get to; for root only."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can ask as another user")
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        stage.folder = Path(folder)
-        stage.folder.chmod(0o755)
-        yield stage
-
-
-@dataclass
-class Audited:
-    """A daemon with every door there is, and what the command needs to go through them."""
-
-    daemon: RealDaemon
-    words: tuple[str, ...]
-
-    def run(self, *more: str) -> tuple[int, dict[str, Any]]:
-        """Exit status and report."""
-        done = kvstore("audit-isolation", *self.words, *more, "--json")
-        assert done.stderr == "", done.stderr
-        return done.returncode, json.loads(done.stdout)
-
-    def opened(self, *more: str) -> set[tuple[str, str]]:
-        """(door, check) of what was found open; the command says so, too."""
-        status, report = self.run(*more)
-        found = {
-            (check["door"], check["check"])
-            for door in report["doors"]
-            for check in door["checks"]
-            if check["verdict"] == "open"
-        }
-        assert (status, report["ok"]) == ((1, False) if found else (0, True)), report
-        assert set(report["open"]) == {door for door, _ in found}
-        return found
-
-
-def tokens(folder: Path) -> tuple[str, tuple[str, ...]]:
-    """A file of tokens for a and b, and the options that show them."""
-    entries, words = [], []
-    for name in ("a", "b"):
-        made = json.loads(kvstore("token", name, "-t", name, "--json").stdout)
-        entries.append(made["entry"])
-        (folder / name).write_text(made["token"] + "\n")
-        words += ["--token-file", f"{name}={folder / name}"]
-    path = folder / "tokens.toml"
-    path.touch(mode=0o600)
-    path.write_text("\n".join(entries))
-    return str(path), tuple(words)
-
-
-def audited(stage: Scene, leaks: str = "", tenants: str = TWO, **settings: str) -> Audited:
-    """A daemon with two tenants, a disk, metrics, and gRPC on a socket and on TCP with TLS and tokens."""
-    folder = stage.folder / "d"
-    folder.mkdir(mode=0o755)
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(folder / "ca.pem")
-    made = authority.issue_cert("localhost", "127.0.0.1")
-    made.cert_chain_pems[0].write_to_path(folder / "cert.pem")
-    (folder / "key.pem").touch(mode=0o600)
-    made.private_key_pem.write_to_path(folder / "key.pem")
-    path, words = tokens(folder)
-    values = {
-        **nvme_settings(folder / "nvme"),
-        "metrics.listen": f'"127.0.0.1:{free_port()}"',
-        "grpc.listen": f'"auto,127.0.0.1:{free_port()}"',
-        "grpc.tls_certificate": f'"{folder / "cert.pem"}"',
-        "grpc.tls_key": f'"{folder / "key.pem"}"',
-        "grpc.tokens_file": f'"{path}"',
-        **{key.replace("__", "."): value for key, value in settings.items()},
-    }
-    program = (leaky_daemon.__file__, leaks) if leaks else ("-m", "kvstore")
-    daemon = stage.keep(RealDaemon(folder, values, tenants, program=program)).start()
-    return Audited(daemon, ("--config", str(daemon.config), *words))
-
-
-# ---- closed ------------------------------------------------------------------------------------------------
+__all__ = ["street"]
 
 
 def test_all_doors_of_a_sound_daemon_are_closed(stage: Scene) -> None:
@@ -130,8 +33,16 @@ def test_all_doors_of_a_sound_daemon_are_closed(stage: Scene) -> None:
     told = {(check["door"], check["check"]) for check in checks if check["verdict"] == "not_probed"}
     assert told == {
         ("session", "arenas_differ"),
+        ("session", "group_root_finds_nothing"),
+        ("grpc", "group_root_finds_nothing"),
         ("session", "other_users_are_refused"),
         ("metrics", "tenants_are_not_named"),
+    }
+    assert sorted(report["skipped"]) == sorted(" ".join(names) for names in told)
+    # Whatever could let somebody in was tried by who has a right to it, too.
+    controls = {(check["door"], check["check"]) for check in checks if check["control"]}
+    assert controls >= {
+        (door, check) for door in ("session", "grpc") for check in ("own_blocks", "own_blocks_of_the_other")
     }
     salts = (place.daemon.folder / "nvme/secrets.toml").read_text()
     text = json.dumps(report) + place.daemon.log.read_text()
@@ -164,7 +75,8 @@ def test_as_text(stage: Scene) -> None:
     assert "not probed  nvme" in lines
     assert "  not probed  reached: nvme.directory is not set: nothing lies on a disk" in lines
     assert any(line.startswith("  control     own_blocks: a finds 3 blocks of its 3") for line in lines)
-    assert lines[-1] == "3 closed, 2 not probed; 12 of its 12 blocks of 4 KiB are dropped"
+    assert lines[-2].startswith("not made: session ")
+    assert lines[-1] == "3 closed, 2 not probed; 21 of its 21 blocks of 4 KiB are dropped"
 
 
 def test_doors_that_cannot_be_probed_are_not_closed(stage: Scene) -> None:
@@ -175,19 +87,53 @@ def test_doors_that_cannot_be_probed_are_not_closed(stage: Scene) -> None:
     assert (done.returncode, report["open"], report["not_probed"]) == (0, [], ["grpc", "metrics"])
     tcp, metrics = report["doors"][2], report["doors"][-1]
     assert tcp["checks"][-1]["detail"].endswith("--token-file a=PATH --token-file b=PATH")
-    assert "port 0" in metrics["checks"][0]["detail"]
+    assert "port 0" in metrics["checks"][1]["detail"]
+
+
+def test_doors_that_the_configuration_does_not_name(stage: Scene) -> None:
+    """The daemon says what it listens on: an audit that was told otherwise cannot say that all is well."""
+    place = audited(stage)
     off = ("--set", "grpc.listen=", "--set", "nvme.directory=")
-    done = kvstore("audit-isolation", "--config", str(place.daemon.config), *off, "--json")
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["not_probed"]) == (0, ["grpc", "nvme", "metrics"])
+    status, report = place.run(*off)
+    assert (status, report["ok"], report["open"]) == (3, False, [])
+    assert report["not_probed"] == ["grpc", "nvme"]
+    found = place.checks(report)
+    assert found["grpc", "as_configured"] == found["nvme", "as_configured"] == "not_probed"
+    assert found["metrics", "as_configured"] == "closed"
     assert report["left"].endswith("are left to eviction: no gRPC door let it drop them")
+    text = kvstore("audit-isolation", *place.words, *off).stdout
+    assert "grpc.listen: the daemon has 'auto,127.0.0.1:" in text
+
+
+def test_a_full_arena_is_left_alone(stage: Scene) -> None:
+    """What an engine keeps there is worth more than an audit's control, unless somebody says otherwise."""
+    daemon = stage.start_daemon(TWO)
+    engine = stage.engine(tenant="a")
+    seeds = iter(range(10_000))
+    while daemon.group("team")["host"]["free_slabs"]:
+        engine.saved(next(seeds), 100)
+    before = daemon.group("team")["host"]["dropped"]["evicted"]
+    words = ("audit-isolation", "--config", str(daemon.config), "--json")
+    done = kvstore(*words)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["open"], report["not_probed"][:2]) == (3, [], ["session", "grpc"])
+    assert (report["left"], daemon.group("team")["host"]["dropped"]["evicted"]) == (
+        "it saved nothing",
+        before,
+    )
+    assert "--may-evict" in report["doors"][0]["checks"][1]["detail"]
+    done = kvstore(*words, "--may-evict")
+    assert (done.returncode, json.loads(done.stdout)["doors"][0]["verdict"]) == (0, "closed")
+    assert daemon.group("team")["host"]["dropped"]["evicted"] > before
 
 
 def test_quotas_in_the_way_are_waited_for(stage: Scene) -> None:
     """A tenant that may ask twice a second is audited all the same, only slower."""
-    place = audited(stage, tenants=TWO.replace("group", "lookups_per_s = 2\ngroup"))
+    place = audited(stage, tenants=TWO.replace("group", "lookups_per_s = 8\ngroup"))
     status, report = place.run()
     assert (status, report["not_probed"]) == (0, []), report
+    quotas = place.daemon.group("team")["quotas"]
+    assert quotas["a"]["refused"]["lookups_per_s"] and quotas["b"]["refused"]["lookups_per_s"], "or none was"
     assert not [c for d in report["doors"] for c in d["checks"] if "lookups_per_s" in c["detail"]], report
 
 
@@ -210,16 +156,27 @@ def test_certificates_are_checked(stage: Scene) -> None:
         status, report = place.run("--tls-root", str(path))
         assert (status, report["not_probed"]) == (0, ["grpc"])
         checks = {check["check"]: check for check in report["doors"][2]["checks"]}
-        assert checks["plaintext_is_refused"]["verdict"] == "closed"
+        assert checks["plaintext_is_refused"]["verdict"] == "not_probed", "who answers there is not known"
         assert why in checks["reached"]["detail"]
 
 
 def test_callers_that_need_a_certificate(stage: Scene) -> None:
-    place = audited(stage, grpc__tls_clients=f'"{stage.folder / "d" / "ca.pem"}"')
+    place = audited(stage, grpc__tls_clients=f'"{stage.folder / "d0" / "ca.pem"}"')
     status, report = place.run()
     assert (status, report["not_probed"]) == (0, ["grpc"])
     checks = {check["check"]: check["verdict"] for check in report["doors"][2]["checks"]}
     assert (checks["no_certificate_is_refused"], checks["own_blocks"]) == ("closed", "not_probed")
+
+
+def test_a_port_where_nobody_listens(stage: Scene) -> None:
+    """Silence is no refusal."""
+    place = audited(stage)
+    address = f"127.0.0.1:{free_port()}"
+    for more in ((), ("--set", f"grpc.tls_clients={place.daemon.folder / 'ca.pem'}")):
+        status, report = place.run("--set", f"grpc.listen={address}", *more)
+        assert (status, report["open"]) == (3, [])
+        (door,) = (door for door in report["doors"] if door["door"] == "grpc")
+        assert {check["verdict"] for check in door["checks"]} == {"not_probed"}, door
 
 
 def test_an_administrator_may_drop_what_was_saved(stage: Scene) -> None:
@@ -233,9 +190,15 @@ def test_an_administrator_may_drop_what_was_saved(stage: Scene) -> None:
     eventually(lambda: "configuration reloaded" in log.read_text(), "the token is known")
     admin = place.daemon.folder / "admin"
     admin.write_text(made["token"])
+    before = log.read_text().count('"administration refused"')
     status, report = place.run("--token-file", f"*={admin}")
     assert (status, report["open"]) == (0, []), report
-    assert report["left"].endswith("of its 15 blocks of 4 KiB are dropped")
+    assert report["left"].endswith("of its 33 blocks of 4 KiB are dropped")
+    refused = [
+        json.loads(line) for line in log.read_text().splitlines() if '"administration refused"' in line
+    ]
+    assert {line["agent"].split()[0] for line in refused} == {"kvstore-audit-isolation"}
+    assert {line["tenant"] for line in refused[before:]} == {"(all)"}, "dropping was let in at the first try"
     assert place.daemon.group("team")["host"]["ready"] == 0
 
 
@@ -248,98 +211,6 @@ def test_users_of_this_machine(street: Scene) -> None:
     assert found["session", "other_users_are_refused"] == "closed"
     assert found["grpc", "other_users_are_refused"] == "closed"
     assert report["not_probed"] == []
-
-
-# ---- open --------------------------------------------------------------------------------------------------
-
-SALTLESS = {"roots_differ", "roots_are_salted", "roots_are_of_the_salts", "same_tokens_find_nothing"}
-
-
-def test_a_session_without_salts(stage: Scene) -> None:
-    """What it saves lies on the disk under keys that anybody can compute; the other door is closed."""
-    found = audited(stage, "session").opened()
-    assert {check for door, check in found if door == "session"} >= SALTLESS | {"foreign_root_is_refused"}
-    assert {door for door, _ in found} == {"session", "nvme"}
-    assert ("nvme", "unsalted_keys_are_not_there") in found
-
-
-def test_a_public_api_without_salts(stage: Scene) -> None:
-    """Its records bring the unsalted root to the disk; what the sessions saved is found nowhere."""
-    found = audited(stage, "grpc").opened()
-    assert {check for door, check in found if door == "grpc"} >= SALTLESS | {"same_tokens_fetch_nothing"}
-    assert {door for door, _ in found} == {"grpc", "nvme"}
-    assert {check for door, check in found if door == "nvme"} == {"unsalted_keys_are_not_there"}
-
-
-def test_a_disk_without_salts(stage: Scene) -> None:
-    assert audited(stage, "nvme").opened() == {("nvme", "unsalted_keys_are_not_there")}
-
-
-LEAKS = [
-    ("root", {("session", "foreign_root_is_refused"), ("session", "foreign_root_takes_no_save")}),
-    ("keys", {("session", "foreign_keys_find_nothing"), ("grpc", "foreign_keys_find_nothing")}),
-    ("lease", {("session", "foreign_lease_is_refused"), ("session", "foreign_lease_lives_on")}),
-    ("filling", {("session", "foreign_filling_is_refused"), ("session", "foreign_filling_lives_on")}),
-    ("tenant", {("session", "unknown_tenant_is_refused")}),
-    (
-        "words",
-        {("session", "foreign_request_is_not_told"), ("session", "foreign_counts_are_not_told")},
-    ),
-    (
-        "tokens",
-        {
-            ("grpc", "token_opens_its_tenant_alone"),
-            ("grpc", "foreign_lease_is_refused"),
-            ("grpc", "foreign_lease_lives_on"),
-            ("grpc", "foreign_events_are_not_told"),
-        },
-    ),
-    ("tls", {("grpc", "plaintext_is_refused")}),
-    ("pages", {("status", "no_salts"), ("metrics", "no_salts")}),
-]
-
-
-@pytest.mark.parametrize(("leak", "expected"), LEAKS, ids=[leak for leak, _ in LEAKS])
-def test_whatever_is_forgotten_is_named(stage: Scene, leak: str, expected: set[tuple[str, str]]) -> None:
-    assert audited(stage, leak).opened() == expected
-
-
-def test_a_door_for_strangers(stage: Scene) -> None:
-    found = audited(stage, "strangers").opened()
-    assert found >= {
-        ("grpc", check)
-        for check in ("no_token_is_refused", "unknown_token_is_refused", "administration_is_refused")
-    }
-    assert {door for door, _ in found} == {"grpc"}
-
-
-def test_events_that_are_one(stage: Scene) -> None:
-    assert audited(stage, "events", APART).opened() == {("grpc", "foreign_events_are_not_told")}
-
-
-def test_arenas_that_are_one(stage: Scene) -> None:
-    place = audited(stage, "arena", APART, nvme__directory='""')
-    assert ("session", "arenas_differ") in place.opened()
-
-
-def test_users_that_do_not_matter(street: Scene) -> None:
-    place = audited(street, "users", BOUND, daemon__socket_mode="0o666")
-    assert place.opened() == {("session", "other_users_are_refused"), ("grpc", "other_users_are_refused")}
-
-
-def test_sockets_that_everybody_may_open(street: Scene) -> None:
-    place = audited(street, daemon__socket_mode="0o666")
-    assert place.opened() == {("session", "socket_mode"), ("grpc", "socket_mode")}
-
-
-def test_files_that_others_may_read(stage: Scene) -> None:
-    place = audited(stage)
-    nvme = place.daemon.folder / "nvme"
-    (nvme / "secrets.toml").chmod(0o640)
-    (nvme / "team").chmod(0o755)
-    assert place.opened() == set(), "nobody else gets as far as that"
-    nvme.chmod(0o711)
-    assert place.opened() == {("nvme", "salts_are_private"), ("nvme", "directory_is_private (team)")}
 
 
 # ---- it cannot begin ---------------------------------------------------------------------------------------

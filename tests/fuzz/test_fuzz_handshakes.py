@@ -8,16 +8,22 @@ import random
 import socket
 import ssl
 import warnings
+from collections.abc import Callable
 
 import grpc
 import hypothesis
 import pytest
 import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from hypothesis import strategies as st
 from raw_session import RawSession
 
 from . import h2
-from .doors import HONEST_S, PLAN, Doors, doors, guarded, heard, plan_code, said_to, wrapped
+from .doors import HONEST_S, PLAN, Doors, Papers, doors, guarded, heard, plan_code, said_to, wrapped
 from .hostile import damaged
 from .openings import (
     ATTACH_FIELDS,
@@ -207,30 +213,71 @@ def test_hostile_frames_at_the_unix_socket(doors: Doors, opening: str) -> None:
 # ---- certificates of callers -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "whose", ["nobody's", "a stranger's", "expired", "not valid yet", "the server's own"]
-)
+# The authority of `grpc.tls_clients` has signed them, for callers, and they are of today.
+LET_IN = ("another one's", "the server's own")
+SHUT_OUT = ("nobody's", "a stranger's", "expired", "not valid yet", "of a server alone")
+
+
+@pytest.mark.parametrize("whose", [*LET_IN, *SHUT_OUT])
 def test_whose_certificate_it_is(guarded: Doors, whose: str) -> None:
-    certificate = _certificate(guarded.papers.authority, whose)
+    certificate = _certificate(guarded.papers, whose)
     with guarded.unhurt():
-        with contextlib.suppress(ssl.SSLError, ConnectionError):
-            # In TLS 1.3 the client's half is done first, and the refusal comes after it.
-            answer = wrapped(guarded, guarded.papers.context(certificate), h2.call(PLAN, []))
-            assert answer == b"" or whose == "another one's"
+        assert _goes_on(guarded, certificate) is (whose in LET_IN)
         with grpc.secure_channel(guarded.tls, guarded.papers.caller(certificate)) as channel:
             code = plan_code(channel, ())
-        assert code is (CODE.OK if whose == "another one's" else CODE.UNAVAILABLE)
+        assert code is (CODE.OK if whose in LET_IN else CODE.UNAVAILABLE)
 
 
-def _certificate(authority: trustme.CA, whose: str) -> trustme.LeafCert | None:
+def _goes_on(doors: Doors, certificate: trustme.LeafCert | None) -> bool:
+    """Whether frames are answered; else the connection ends. TimeoutError: neither."""
+    with doors.knock("tls") as plain:
+        try:
+            context = doors.papers.context(certificate)
+            with context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
+                # In TLS 1.3 the client's half is done first, and the refusal comes after it.
+                sock.sendall(h2.call(PLAN, []))
+                return sock.recv(1) != b""
+        except (ssl.SSLError, ConnectionError):
+            return False
+
+
+def _certificate(papers: Papers, whose: str) -> trustme.LeafCert | None:
     day, now = datetime.timedelta(days=1), datetime.datetime.now(datetime.UTC)
-    if whose == "a stranger's":
-        return trustme.CA().issue_cert("stranger@example.org")
-    if whose == "expired":
-        return authority.issue_cert("late@example.org", not_before=now - 2 * day, not_after=now - day)
-    if whose == "not valid yet":
-        return authority.issue_cert("early@example.org", not_before=now + day, not_after=now + 2 * day)
-    return authority.issue_cert("another@example.org") if whose == "another one's" else None
+    authority = papers.authority
+    made: dict[str, Callable[[], trustme.LeafCert | None]] = {
+        "nobody's": lambda: None,
+        "another one's": lambda: authority.issue_cert("another@example.org"),
+        "the server's own": lambda: trustme.LeafCert(
+            (papers.folder / "key.pem").read_bytes(), (papers.folder / "cert.pem").read_bytes(), []
+        ),
+        "of a server alone": lambda: _of_a_server(authority),
+        "a stranger's": lambda: trustme.CA().issue_cert("stranger@example.org"),
+        "expired": lambda: authority.issue_cert(
+            "late@example.org", not_before=now - 2 * day, not_after=now - day
+        ),
+        "not valid yet": lambda: authority.issue_cert(
+            "early@example.org", not_before=now + day, not_after=now + 2 * day
+        ),
+    }
+    return made[whose]()
+
+
+def _of_a_server(authority: trustme.CA) -> trustme.LeafCert:
+    """A certificate that the same authority has signed, and not for callers."""
+    issued = authority.issue_cert("server.example.org")
+    like = x509.load_pem_x509_certificate(issued.cert_chain_pems[0].bytes())
+    key = load_pem_private_key(authority.private_key_pem.bytes(), None)
+    assert isinstance(key, EllipticCurvePrivateKey)
+    builder = x509.CertificateBuilder(
+        like.issuer, like.subject, like.public_key(), x509.random_serial_number()
+    )
+    builder = builder.not_valid_before(like.not_valid_before_utc).not_valid_after(like.not_valid_after_utc)
+    for extension in like.extensions:
+        if extension.oid != x509.ExtendedKeyUsage.oid:
+            builder = builder.add_extension(extension.value, extension.critical)
+    purposes = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    signed = builder.add_extension(purposes, critical=False).sign(key, SHA256())
+    return trustme.LeafCert(issued.private_key_pem.bytes(), signed.public_bytes(Encoding.PEM), [])
 
 
 @pytest.mark.parametrize("opening", TLS_STRANGE)

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.audit.looks import Look, answered, judge_look
-from kvstore.audit.modes import judge_private, judge_socket
+from kvstore.audit.looks import Look, answered, judge_look, judge_refusals
+from kvstore.audit.modes import judge_socket
 from kvstore.audit.pages_door import metrics_door, secrets_in
 from kvstore.audit.probe import BLOCKS, LAYOUT, Pair, Probe, Secret, fresh_tokens, namespace_of, pick
+from kvstore.audit.running import no_room
 from kvstore.audit.secret_file import read_salts
 from kvstore.audit.session_door import judge_roots
 from kvstore.audit.verdicts import Door, Report, Verdict
 from kvstore.cli.audit_isolation import _lines, _tokens
 from kvstore.config import Config, DaemonConfig, MetricsConfig, TenantConfig
+from kvstore.config.doors import door_facts
 from kvstore.errors import BadRequest
 from kvstore.types import Reuse
 
@@ -74,6 +76,31 @@ def test_what_findings_make_of_a_door(findings: tuple[str, ...], verdict: str) -
 
 
 @pytest.mark.parametrize(
+    ("core", "findings", "verdict"),
+    [
+        (("closed1",), ("control", "closed"), "closed"),
+        (("closed1", "skipped2"), ("control", "closed", "skipped"), "not_probed"),
+        (("skipped2",), ("control", "closed", "skipped"), "not_probed"),
+        (("never",), ("control", "closed"), "not_probed"),
+        (("never",), ("control", "open"), "open"),
+    ],
+)
+def test_a_door_without_its_core_is_not_closed(
+    core: tuple[str, ...], findings: tuple[str, ...], verdict: str
+) -> None:
+    door = door_of(*findings)
+    door.core.update(core)
+    assert door.verdict.value == verdict
+
+
+def test_what_was_left_out_is_listed() -> None:
+    doors = [door_of("closed", "skipped"), door_of("failed", "closed")]
+    report = Report({"socket": "/s", "pid": 1}, {}, doors, "left")
+    assert report.json()["skipped"] == ["session skipped1", "session failed0"]
+    assert "not made: session skipped1, session failed0" in list(_lines(report))
+
+
+@pytest.mark.parametrize(
     ("doors", "ok"),
     [
         (("closed", "closed"), True),
@@ -118,6 +145,33 @@ def test_a_question_that_must_find_nothing(look: Look, verdict: str) -> None:
     door = Door("grpc", "")
     judge_look(door, "check", look, "b")
     assert verdicts(door) == {"check": verdict}
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict"),
+    [
+        (("PERMISSION_DENIED", "NOT_FOUND"), "closed"),
+        (("PERMISSION_DENIED", "OK"), "open"),
+        (("PERMISSION_DENIED", ""), "open"),
+        (("UNAVAILABLE", "OK"), "open"),
+        (("DEADLINE_EXCEEDED", ""), "open"),
+        (("PERMISSION_DENIED", "INTERNAL"), "not_probed"),
+        (("PERMISSION_DENIED", "UNAVAILABLE"), "not_probed"),
+        (("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"), "not_probed"),
+        ((), "not_probed"),
+    ],
+)
+def test_calls_that_must_be_refused(ends: tuple[str, ...], verdict: str) -> None:
+    """One that is let in opens, whatever the others hide; a fault is no refusal."""
+    door = Door("grpc", "")
+    judge_refusals(door, "check", {str(number): end for number, end in enumerate(ends)}, "b, ")
+    assert verdicts(door) == {"check": verdict}
+
+
+def test_a_token_that_is_not_known_says_nothing_of_whom_it_would_open() -> None:
+    door = Door("grpc", "")
+    judge_refusals(door, "check", {"Plan": "UNAUTHENTICATED"}, "", ("PERMISSION_DENIED",))
+    assert verdicts(door) == {"check": "not_probed"}
 
 
 def test_a_question_that_a_rate_refuses_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +291,7 @@ def test_a_page_that_nobody_serves(tmp_path: Path) -> None:
 def test_a_page_that_tells_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     of = probe(metrics=MetricsConfig(listen="127.0.0.1:9464"))
     of.salts, of.tokens = {"a": b"s" * 32}, {"a": fresh_tokens()}
+    of.bearers, of.listens = {"a": "bearer-of-a"}, door_facts(of.config)
     of.roots = {"a": of.namespace.root(b"s" * 32)}
     key = of.chain(of.roots["a"], of.tokens["a"]).keys[-1].tobytes()
     honest = b'kvstore_lookups_total{tenant="a"} 3\n'
@@ -245,15 +300,58 @@ def test_a_page_that_tells_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvstore.audit.pages_door._page", lambda _: honest + more)
         return verdicts(metrics_door(of))
 
-    closed = dict.fromkeys(("reached", "no_salts", "no_roots_or_keys", "no_tokens"), "closed")
+    checks = ("as_configured", "reached", "no_salts", "no_roots_or_keys", "no_tokens", "no_bearer_tokens")
+    closed = dict.fromkeys(checks, "closed")
     assert found(b"") == closed | {"tenants_are_not_named": "not_probed"}
     for more, check in (
         (b"73" * 32, "no_salts"),
         (of.roots["a"].hex().encode(), "no_roots_or_keys"),
         (key, "no_roots_or_keys"),
         (str(of.tokens["a"][0]).encode(), "no_tokens"),
+        (b"bearer-of-a", "no_bearer_tokens"),
+        (b"bearer-of-a".hex().encode(), "no_bearer_tokens"),
     ):
         assert [name for name, verdict in found(more).items() if verdict == "open"] == [check]
+    of.bearers = {}
+    assert found(b"")["no_bearer_tokens"] == "not_probed"
+
+
+def test_what_was_not_saved_cannot_be_found_on_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = probe(metrics=MetricsConfig(listen="127.0.0.1:9464"))
+    of.listens, of.no_room = door_facts(of.config), "the arena is full"
+    monkeypatch.setattr("kvstore.audit.pages_door._page", lambda _: b"kvstore_up 1\n")
+    door = metrics_door(of)
+    assert (door.verdict, verdicts(door)["no_tokens"]) == (Verdict.NOT_PROBED, "not_probed")
+
+
+# ---- what the daemon says it listens on --------------------------------------------------------------------
+
+
+def test_doors_that_the_audit_was_not_told_of() -> None:
+    of = probe()
+    theirs = Config(tenants=(A, B), metrics=MetricsConfig(listen="127.0.0.1:9464"))
+    for listens, verdict in (
+        (door_facts(of.config), "closed"),
+        (door_facts(theirs), "not_probed"),
+        (None, "not_probed"),
+    ):
+        of.listens = listens
+        door = metrics_door(of)
+        assert verdicts(door)["as_configured"] == verdict
+        report = Report({}, {}, [door_of("closed"), door], "left")
+        assert (report.ok, report.open, report.strange) == (verdict == "closed", False, verdict != "closed")
+
+
+def test_a_full_arena_is_left_alone() -> None:
+    pair = Pair(TenantConfig(name="a", group="blue"), TenantConfig(name="b", group="red"))
+
+    def daemon(blue: int, red: int) -> dict[str, object]:
+        slabs = {"blue": blue, "red": red}
+        return {"groups": {name: {"host": {"free_slabs": free}} for name, free in slabs.items()}}
+
+    assert no_room(pair, daemon(1, 2)) == ""
+    assert "arena of red" in no_room(pair, daemon(1, 0))
+    assert "blue and red" in no_room(pair, daemon(0, 0))
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -278,33 +376,3 @@ def test_sockets_and_who_may_open_them(tmp_path: Path, monkeypatch: pytest.Monke
     door = Door("session", "")
     judge_socket(door, "socket_mode", path, "")
     assert verdicts(door) == {"socket_mode": "not_probed"}
-
-
-def test_files_and_who_may_read_them(tmp_path: Path) -> None:
-    of, folder = probe(), tmp_path / "nvme"
-    folder.mkdir()
-    path = folder / "secrets.toml"
-    path.touch()
-
-    def found(mode: int, around: int = 0o755) -> str:
-        folder.chmod(around)
-        path.chmod(mode)
-        door = Door("nvme", "")
-        judge_private(door, "check", path, of)
-        return verdicts(door)["check"]
-
-    assert (found(0o600), found(0o640), found(0o604)) == ("closed", "open", "open")
-    assert found(0o644, 0o700) == "closed"
-    if os.geteuid() == 0:
-        os.chown(path, 61_000, 61_000)
-        assert found(0o600) == "open"
-        of.daemon_uid = 61_000
-        assert found(0o600) == "closed"
-    path.unlink()
-    path.symlink_to("/etc/hostname")
-    door = Door("nvme", "")
-    judge_private(door, "check", path, of)
-    assert verdicts(door) == {"check": "open"}
-    path.unlink()
-    judge_private(door, "check", path, of)
-    assert door.findings[-1].verdict is Verdict.NOT_PROBED

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from kvstore.config import Config
-from kvstore.config.tokens import Token, Tokens, digest_of
+from kvstore.config.tokens import TOKEN_VERBS, Token, Tokens, digest_of
 from kvstore.errors import BadRequest, ConfigError, Refused, Unauthenticated
 from kvstore.rpc.api.access import Peer, TokenAccess, Verb
 
@@ -157,6 +158,33 @@ def test_what_a_token_opens(token: str | None, verb: Verb, tenant: str, answer: 
     assert isinstance(answer, type) and issubclass(answer, Exception)
     with pytest.raises(answer):
         access().check(peer(token), verb, tenant)
+
+
+# The only word in the file of tokens that allows it.
+WORD_FOR = {
+    Verb.READ: "read",
+    Verb.OBSERVE: "read",
+    Verb.SUBSCRIBE: "read",
+    Verb.SAVE: "write",
+    Verb.ADMIN: "admin",
+}
+WORDS = [set(some) for count in (1, 2, 3) for some in itertools.combinations(TOKEN_VERBS, count)]
+
+
+@pytest.mark.parametrize("words", WORDS, ids=["+".join(sorted(words)) for words in WORDS])
+@pytest.mark.parametrize("tenants", ["alice", "*"])
+def test_each_set_of_verbs_allows_what_its_words_do_and_no_more(words: set[str], tenants: str) -> None:
+    known = {digest_of("one"): Token("t", frozenset({tenants}), frozenset(words))}
+    access = TokenAccess(Tokens(known))
+    assert set(WORD_FOR) == set(Verb)
+    for local in (False, True):
+        for verb, word in WORD_FOR.items():
+            who = peer("Bearer one", local=local)
+            if word in words:
+                assert access.check(who, verb, "alice") == "t", verb
+                continue
+            with pytest.raises(Refused, match=f"does not allow to {verb}"):
+                access.check(who, verb, "alice")
 
 
 def test_a_token_opens_until_it_expires() -> None:
