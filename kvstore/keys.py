@@ -9,6 +9,7 @@ Hashing runs in native code over one array; `hashlib.blake2b` computes the same 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,17 @@ from numpy.typing import NDArray
 from kvstore import _native
 from kvstore.errors import BadRequest
 
-__all__ = ["KEY_BYTES", "WHOLE_MAX", "KeyChain", "as_tokens", "probe_positions", "test_vector"]
+__all__ = [
+    "KEY_BYTES",
+    "WHOLE_MAX",
+    "KeyChain",
+    "as_tokens",
+    "extra_of",
+    "framed",
+    "probe_positions",
+    "salt_piece",
+    "test_vector",
+]
 
 KEY_BYTES = 32
 TOKENS_MAX = 1 << 24  # 16 M tokens: far above any context, below any accident
@@ -81,6 +92,21 @@ def probe_positions(blocks: int, whole_max: int = WHOLE_MAX) -> NDArray[np.uint3
     positions[:spread] = np.arange(0, tail, step, dtype=np.uint32)
     positions[spread:] = np.arange(tail, blocks, dtype=np.uint32)
     return positions
+
+
+def framed(*parts: bytes) -> bytes:
+    """Parts that can be told apart again: how many, then each with its length."""
+    return len(parts).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in parts)
+
+
+def salt_piece(salt: str) -> bytes:
+    """What a request's own salt (vLLM's `cache_salt`) adds to block 0."""
+    return framed(b"salt", salt.encode("utf-8", "surrogatepass"))  # any text has bytes, no two the same
+
+
+def extra_of(pieces: Sequence[bytes]) -> bytes:
+    """The `extra` of one block that several things are bound into, in their order: 32 bytes."""
+    return hashlib.blake2b(framed(*pieces), digest_size=32, person=b"kvstore-vx-v1").digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -15,15 +17,20 @@ from engines import Engine
 from fake_vllm import TruthSink
 from models import prompt_of
 
+from kvstore.clock import MonotonicClock
 from kvstore.events import EventKind, KVEvent
+from kvstore.router.chain_names import TokenNames
 from kvstore.router.feeding import FeedTimes
 from kvstore.router.kv_schema import Cleared, Removed, Stored, decode_batch, extra_of
+from kvstore.router.placing import RouteRequest
+from kvstore.router.prefixes import Prefixes
 from kvstore.router.vllm_feed import VllmFeed
 from kvstore.router.vllm_wire import VllmSource
 from kvstore.rpc.zmq_wire import Schema
 from kvstore.types import Tier
 
 WAIT_S = 60.0
+_times_s = itertools.count(1.5)
 # Long: vLLM looks at its replay socket ten times a second.
 TIMES = FeedTimes(probe_s=0.5, answer_s=5.0, pause_s=0.05, pause_max_s=0.5)
 
@@ -37,9 +44,10 @@ def stored(hashes: list[Any], tokens: list[int], **more: Any) -> Any:
 
 
 def batch(*events: Any) -> Any:
+    """With a time of its own, as an engine's scheduler gives it: that is how two processes are told apart."""
     from vllm.distributed.kv_events import KVEventBatch
 
-    return KVEventBatch(ts=1.5, events=list(events))
+    return KVEventBatch(ts=next(_times_s), events=list(events))
 
 
 # ---- its classes ------------------------------------------------------------------------------------------
@@ -60,7 +68,7 @@ def test_what_its_classes_encode_is_decoded(hashes: list[Any]) -> None:
     packed = b"".join(hashes) if isinstance(hashes[0], bytes) else np.array(hashes, np.uint64).tobytes()
     width = len(packed) // 2
     found = decode_batch(msgspec.msgpack.encode(made))
-    assert (found.ts_s, found.rank, found.skipped) == (1.5, 2, 0)
+    assert (found.ts_s, found.rank, found.skipped) == (made.ts, 2, 0)
     first, second, third, removed, cleared = found.events
     assert isinstance(first, Stored) and isinstance(second, Stored) and isinstance(third, Stored)
     assert (first.hashes, first.parent, first.group) == (packed[:width], packed[:width], 1)
@@ -168,6 +176,9 @@ def test_its_buffer_may_not_reach_back(publisher: Callable[..., Any]) -> None:
         first = publisher(buffer_steps=10)
         for block in range(50):
             first.publish(batch(stored([block + 1], [1, 2])))
+        async with asyncio.timeout(WAIT_S):  # a thread of its own sends them; who comes earlier hears more
+            while not first._buffer or first._buffer[-1][0] != 49:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         async with following(source_of(first)) as feed:
             await knows(feed, set(range(41, 51)))
             assert feed.counts.lost == 40
@@ -227,3 +238,41 @@ def test_a_real_engine_tells_which_tokens_its_blocks_hold(
     cleared = TruthSink()
     asyncio.run(follow(cleared, lambda: "cleared" in cleared.diary and len(cleared.known) == 1))
     assert not cleared.known & sink.known
+
+
+def test_a_real_engines_blocks_are_found_by_the_prompt_and_its_salt_alone(
+    tiny: Path, new_engine: Callable[..., Engine], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The router's index fed by vLLM itself: it never sees how vLLM hashes."""
+    from vllm.config.kv_events import KVEventsConfig
+
+    folder, block_tokens = tmp_path_factory.mktemp("e"), 128
+    source = VllmSource(f"ipc://{folder}/pub", f"ipc://{folder}/rep")
+    events = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=source.publish, replay_endpoint=source.replay
+    )
+    engine = new_engine(tiny, block_tokens=block_tokens, extra={"kv_events_config": events})
+    prompt = prompt_of(3 * block_tokens + 20)
+    prefixes = Prefixes(TokenNames(0, (), Random(1)), 10_000, 1, MonotonicClock())
+    holdings = prefixes.join(100, told=True)
+
+    def matched(salt: str) -> int:
+        request = RouteRequest("", np.array(prompt, np.uint32), True, "", salt=salt)
+        return int(prefixes.matched_blocks(prefixes.names.of_prompt(request), [holdings])[0, 0])
+
+    async def follow(blocks: int) -> None:
+        task = asyncio.get_running_loop().create_task(VllmFeed(source, holdings, TIMES).run())
+        async with asyncio.timeout(WAIT_S):
+            while holdings.doubt or holdings.blocks()[0] != blocks:  # noqa: ASYNC110  (a sink has no event)
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    engine.generate(prompt, 1, salt="alice")
+    asyncio.run(follow(3))
+    assert prefixes.names.block_tokens == block_tokens, "as the events say"
+    assert (matched("alice"), matched("bob"), matched("")) == (3, 0, 0)
+    engine.generate(prompt, 1)
+    asyncio.run(follow(6))
+    assert (matched("alice"), matched("bob"), matched("")) == (3, 0, 3)

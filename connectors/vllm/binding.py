@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvstore.keys import extra_of, framed, salt_piece
+
 from .weights import adapter_files, changed_at, file_clock, fingerprint, stamp_of
 
 __all__ = ["Binder", "Bound"]
@@ -130,17 +132,14 @@ class Binder:
                     identifiers = self._bind_names(request, block_tokens, pieces)
             _check_rest(request)
             if request.cache_salt:
-                pieces[0].append(_frame(b"salt", _utf8(request.cache_salt)))
+                pieces[0].append(salt_piece(request.cache_salt))
             if epoch:
-                pieces[0].append(_frame(b"epoch", epoch))
+                pieces[0].append(framed(b"epoch", epoch))
             if request.prompt_embeds is not None:
                 _bind_embeds(request, block_tokens, pieces)
         except _Unbindable as why:
             return Bound(reason=str(why))
-        extra = {
-            block: hashlib.blake2b(_frame(*parts), digest_size=32, person=b"kvstore-vx-v1").digest()
-            for block, parts in pieces.items()
-        }
+        extra = {block: extra_of(parts) for block, parts in pieces.items()}
         return Bound(extra, media=identifiers, adapter=0 if lora is None else lora.lora_int_id)
 
     def holds(self, bound: Bound) -> bool:
@@ -208,7 +207,7 @@ class Binder:
             self._note(identifier, _UNREADABLE)
             raise _Unbindable(f"{feature.modality}: {error}") from None
         if inside:
-            digest = _UNREADABLE if adapter is None else hashlib.sha256(_frame(adapter, digest)).digest()
+            digest = _UNREADABLE if adapter is None else hashlib.sha256(framed(adapter, digest)).digest()
         first = self._note(identifier, digest)
         if first is None:
             raise _Unbindable(f"more than {self._media_max} media since this engine started")
@@ -249,7 +248,7 @@ class Binder:
         if not self._adapters[number].fingerprint:
             raise _Unbindable(f"adapter {lora.lora_name!r}: {path!r} changed since this engine started")
         flat = b"3d" if lora.is_3d_lora_weight else b"2d"
-        return _frame(b"adapter", _utf8(lora.lora_name), _utf8(path), known.fingerprint.encode(), flat)
+        return framed(b"adapter", _utf8(lora.lora_name), _utf8(path), known.fingerprint.encode(), flat)
 
     def _first_sight(self, path: str) -> _Adapter:
         """An adapter as its files are now."""
@@ -306,7 +305,7 @@ def _bind_embeds(request: Any, block_tokens: int, pieces: defaultdict[int, list[
             state = _new_state()
             _feed(state, rows[start : start + block_tokens])
             which = b"all" if mask is None else b"mask" + bytes(mask[start : start + block_tokens])
-            pieces[block].append(_frame(b"embeds", state.digest(), which))
+            pieces[block].append(framed(b"embeds", state.digest(), which))
     except (TypeError, ValueError, RuntimeError) as error:
         raise _Unbindable(f"prompt_embeds: {error}") from None
 
@@ -316,8 +315,8 @@ def _media_piece(feature: Any, content: bytes) -> bytes:
     place = feature.mm_position
     mask = _new_state()
     _feed(mask, place.is_embed)
-    where = _frame(_number(place.offset), _number(place.length), mask.digest())
-    return _frame(b"media", _utf8(feature.modality), _utf8(feature.identifier), where, content)
+    where = framed(_number(place.offset), _number(place.length), mask.digest())
+    return framed(b"media", _utf8(feature.modality), _utf8(feature.identifier), where, content)
 
 
 def _data_digest(item: Any) -> bytes:
@@ -335,7 +334,7 @@ def _data_digest(item: Any) -> bytes:
         element = item[key]
         if element.data is None:
             raise TypeError(f"its {key!r} is not there")
-        state.update(_frame(_utf8(key), type(element.field).__name__.encode()))
+        state.update(framed(_utf8(key), type(element.field).__name__.encode()))
         _feed(state, element.data)
     return state.digest()
 
@@ -359,17 +358,17 @@ def _feed(state: _State, value: Any, depth: int = 0) -> None:
             raise TypeError("an array of objects")
         _feed_array(state, b"array", array.dtype.str, np.shape(value), array.reshape(-1).view(np.uint8).data)
     elif isinstance(value, (list, tuple)):
-        state.update(_frame(type(value).__name__.encode(), _number(len(value))))
+        state.update(framed(type(value).__name__.encode(), _number(len(value))))
         for item in value:
             _feed(state, item, depth + 1)
     elif value is None or isinstance(value, (bool, int, float, str)):
-        state.update(_frame(type(value).__name__.encode(), _utf8(repr(value))))
+        state.update(framed(type(value).__name__.encode(), _utf8(repr(value))))
     else:
         raise TypeError(f"a {type(value).__name__} has no digest")
 
 
 def _feed_array(state: _State, kind: bytes, dtype: str, shape: Iterable[int], raw: memoryview) -> None:
-    state.update(_frame(kind, dtype.encode(), repr(tuple(shape)).encode(), _number(raw.nbytes)))
+    state.update(framed(kind, dtype.encode(), repr(tuple(shape)).encode(), _number(raw.nbytes)))
     state.update(raw)
 
 
@@ -380,11 +379,6 @@ def _raw(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     raw: memoryview = flat.view(torch.uint8).numpy().data
     return raw
-
-
-def _frame(*parts: bytes) -> bytes:
-    """Parts that can be told apart again: how many, then each with its length."""
-    return len(parts).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in parts)
 
 
 def _number(value: int) -> bytes:

@@ -25,7 +25,7 @@ from kvstore.types import Reuse
 if TYPE_CHECKING:
     from kvstore.config import Config
 
-__all__ = ["Salts"]
+__all__ = ["Salts", "tenant_salts"]
 
 SALT_BYTES_MIN, SALT_BYTES_MAX = 16, 64
 # 1,000 tenants are 80 KiB; what is longer is not ours.
@@ -82,14 +82,37 @@ def _minted(names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _written(path: Path, names: Sequence[str], shared: Sequence[str], text: str | None) -> Salts:
-    if not path.is_file():
-        raise ConfigError(f"daemon.secrets_file: {path} is not there; write it, mode 0600, or unset the key")
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"daemon.secrets_file: {path} is open to others; run chmod 600 {path}")
-    data = read_file(path, text)
+    data = _private(path, "daemon.secrets_file", text)
     salts = Salts(_salts(data, "tenants", names, path), _salts(data, "groups", shared, path))
     _check_distinct(salts, path)
     return salts
+
+
+def tenant_salts(path: Path, key: str) -> Mapping[str, bytes]:
+    """All salts under [tenants] of a secrets file, whoever they are of.
+
+    Args:
+        key: of the configuration, for messages.
+
+    Raises:
+        ConfigError: unreadable, too open, not hex, wrong length, two are equal, or there is none.
+    """
+    data = _private(path, key)
+    entries = data.get("tenants")
+    if not isinstance(entries, dict) or not entries:
+        raise ConfigError(f"{key}: {path}: need [tenants] with a salt for each")
+    salts = Salts(_salts(data, "tenants", list(entries), path), {})
+    _check_distinct(salts, path)
+    return salts.tenants
+
+
+def _private(path: Path, key: str, text: str | None = None) -> Mapping[str, Any]:
+    """Tables of a file that nobody else can read."""
+    if not path.is_file():
+        raise ConfigError(f"{key}: {path} is not there; write it, mode 0600, or unset the key")
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{key}: {path} is open to others; run chmod 600 {path}")
+    return read_file(path, text)
 
 
 def _check_distinct(salts: Salts, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from random import Random
 from typing import Any
 
 from kvstore.clock import Clock
-from kvstore.config.sources import read_file
+from kvstore.config.salts import tenant_salts
 from kvstore.config.tokens import Tokens
 from kvstore.errors import ConfigError
 from kvstore.policy.routing.base import Policy
@@ -24,15 +23,12 @@ from kvstore.router.door import Door, OpenDoor, TokenDoor
 from kvstore.router.kvstore_feed import KvstoreFeed, KvstoreSource
 from kvstore.router.loads import Loads
 from kvstore.router.prefixes import Prefixes
-from kvstore.router.proxy_options import ProxyOptions
 from kvstore.router.roots import learn_roots
 from kvstore.router.settings import DeploymentConfig, ReplicaConfig, Settings
 from kvstore.router.tokens import ByteChunks, ModelTokens, PromptTokens, Tokenizers
 
 __all__ = ["Parts", "assemble"]
 
-SALT_BYTES_MIN, SALT_BYTES_MAX = 16, 64
-_SECRETS_BYTES_MAX = 1 << 20
 # Policies that look at where prefixes are.
 _BY_PREFIX = ("affinity", "hybrid", "scored")
 
@@ -45,14 +41,14 @@ class Parts:
         deployments: the core.
         tokenizers: of its models.
         door: who is let in.
-        options: of the HTTP front.
+        keys: replica → bearer token that it wants.
         follow: tasks that keep what is known of replicas true; to be run as long as the router.
     """
 
     deployments: Deployments
     tokenizers: Tokenizers
     door: Door
-    options: ProxyOptions
+    keys: Mapping[str, str] = field(repr=False)
     follow: list[Coroutine[Any, Any, None]] = field(default_factory=list)
 
 
@@ -63,7 +59,11 @@ def assemble(settings: Settings, clock: Clock, random: Random) -> Parts:
         ConfigError: a file is absent, too open or malformed; a variable with a key is not set.
     """
     follow: list[Coroutine[Any, Any, None]] = []
-    salts = _salts(Path(settings.route.secrets_file)) if settings.route.secrets_file else {}
+    salts = (
+        tenant_salts(Path(settings.route.secrets_file), "route.secrets_file")
+        if settings.route.secrets_file
+        else {}
+    )
     door: Door = OpenDoor()
     if settings.route.tokens_file:
         door = TokenDoor(Tokens.load(Path(settings.route.tokens_file)), salts)
@@ -80,7 +80,7 @@ def assemble(settings: Settings, clock: Clock, random: Random) -> Parts:
         tokens: PromptTokens = ModelTokens(Path(each.tokenizer)) if each.tokenizer else ByteChunks()
         by_model |= dict.fromkeys((each.model, *each.adapters), tokens)
     tokenizers = Tokenizers(by_model, by_model.get("", next(iter(by_model.values()))))
-    return Parts(Deployments(found), tokenizers, door, _options(settings), follow)
+    return Parts(Deployments(found), tokenizers, door, _keys(settings), follow)
 
 
 def _router(
@@ -151,32 +151,13 @@ def _policy(settings: Settings, clock: Clock) -> Policy:
     return HotReplicas(policy, clock) if route.hot_replicas and route.policy in _BY_PREFIX else policy
 
 
-def _options(settings: Settings) -> ProxyOptions:
-    proxy = settings.proxy
-    keys = {
+def _keys(settings: Settings) -> dict[str, str]:
+    return {
         replica.name: _from_environment(replica.key_env, f"replica {replica.name}: key_env")
         for each in settings.deployments
         for replica in each.replicas
         if replica.key_env
     }
-    return ProxyOptions(
-        body_bytes_max=proxy.body_bytes_max,
-        headers_max=proxy.headers_max,
-        requests_max=proxy.requests_max,
-        attempts_max=proxy.attempts_max,
-        body_s=proxy.body_s,
-        connect_s=proxy.connect_s,
-        first_byte_s=proxy.first_byte_s,
-        idle_s=proxy.idle_s,
-        client_stall_s=proxy.client_stall_s,
-        models_s=proxy.models_s,
-        session_header=proxy.session_header,
-        slo_header=proxy.slo_header,
-        slo_s=proxy.slo_s or None,
-        ask_usage=proxy.ask_usage,
-        show_placement=proxy.show_placement,
-        replica_keys=keys,
-    )
 
 
 def _from_environment(name: str, key: str) -> str:
@@ -186,25 +167,3 @@ def _from_environment(name: str, key: str) -> str:
     if not value:
         raise ConfigError(f"{key}: the environment variable {name} is not set")
     return value
-
-
-def _salts(path: Path) -> Mapping[str, bytes]:
-    """Of [tenants] in a secrets file."""
-    if not path.is_file() or path.stat().st_size > _SECRETS_BYTES_MAX:
-        raise ConfigError(f"route.secrets_file: {path} is not there, or too large")
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"route.secrets_file: {path} is open to others; run chmod 600 {path}")
-    table = read_file(path).get("tenants", {})
-    salts: dict[str, bytes] = {}
-    for name, text in table.items() if isinstance(table, dict) else ():
-        try:
-            salts[name] = bytes.fromhex(text)
-        except (TypeError, ValueError):
-            raise ConfigError(f"route.secrets_file: {path}: tenants.{name}: need hex digits") from None
-        if not SALT_BYTES_MIN <= len(salts[name]) <= SALT_BYTES_MAX:
-            raise ConfigError(
-                f"route.secrets_file: {path}: tenants.{name}: need {SALT_BYTES_MIN} to {SALT_BYTES_MAX} bytes"
-            )
-    if not salts or len(set(salts.values())) < len(salts):
-        raise ConfigError(f"route.secrets_file: {path}: need [tenants] with a salt of its own for each")
-    return salts

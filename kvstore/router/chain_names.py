@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from kvstore._native import EngineBlocks, token_fingerprints
 from kvstore.errors import BadRequest
-from kvstore.keys import KEY_BYTES, KeyChain
+from kvstore.keys import KEY_BYTES, KeyChain, salt_piece
+from kvstore.keys import extra_of as key_extra_of
 from kvstore.router.kv_schema import Removed, Stored, extra_of
 from kvstore.router.placing import RouteRequest
 
@@ -128,7 +129,7 @@ class KeyNames:
         root = self._roots.get(request.tenant or self._tenant)
         if root is None:
             return _NONE
-        extra = {0: request.salt.encode()} if request.salt else None
+        extra = {0: key_extra_of([salt_piece(request.salt)])} if request.salt else None
         return _names_of(KeyChain.of(root, request.tokens, self.block_tokens, extra).keys.tobytes())
 
     def of_event(self, event: Stored, engine: EngineBlocks, tier: int) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -76,7 +76,7 @@ class _Ticket:
     tokens: int
     ahead_tokens: int = 0  # when it was sent, itself included
     sent: bool = False
-    waiting: bool = field(default=True)  # for its first byte
+    waiting: bool = True  # for its first byte
 
 
 class Router:
@@ -193,8 +193,7 @@ class Router:
         return places
 
     def _ask(self, chain: Names, request: RouteRequest) -> Ask:
-        ids = chain[: self._universal.blocks + 1].tolist()
-        universal = self._universal.leading(ids)
+        universal = self._universal.leading(chain)
         # What everybody shares tells nobody apart.
         head = chain[min(len(chain), universal + _HEAD_BLOCKS) - 1].tobytes() if len(chain) else b""
         return Ask(
@@ -211,7 +210,7 @@ class Router:
         place = int(places[choice.replica])
         holdings = self.holdings[place]
         expected = int(fleet.longest_tokens[choice.replica])
-        self._universal.observe(chain[: self._universal.blocks + 1].tolist())
+        self._universal.observe(chain)
         self.prefixes.hint(holdings, chain)
         holdings.assume(chain)
         number = next(self._numbers)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FeedCounts", "FeedTimes"]
+from kvstore.router.sink import Sink
+
+__all__ = ["FeedCounts", "FeedTimes", "Truth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,34 @@ class FeedCounts:
     replays: int = 0
     resets: int = 0
     lost: int = 0
+
+
+class Truth:
+    """What a sink has been told of the whole: whether it counts, and if not, why.
+
+    Attributes:
+        filling: a new one is being told; it does not count yet.
+        doubt: why what is known may be wrong, "" = it holds.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.filling = False
+        self.doubt = "nothing was heard yet"
+
+    def begin(self) -> None:
+        """What follows is a new one."""
+        self.filling = True
+        self._sink.reset()
+
+    def hold(self) -> None:
+        """What is known is the truth."""
+        if self.filling or self.doubt:
+            self.filling, self.doubt = False, ""
+            self._sink.ready()
+
+    def question(self, reason: str) -> None:
+        """It may be wrong from now on."""
+        if reason != self.doubt:
+            self.doubt = reason
+            self._sink.stale(reason)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.clock import Clock
 
@@ -109,9 +108,3 @@ class Figures:
         now_s = self._clock.now()
         self._recent *= math.exp(-(now_s - self._recent_s) / _WINDOW_S)
         self._recent_s = now_s
-
-
-def shares(values: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Of the total; zeros where there is none."""
-    total = int(values.sum())
-    return values / total if total else np.zeros(len(values))

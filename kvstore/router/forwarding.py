@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import structlog
 from starlette.types import Send
 
-from kvstore.clock import Clock
+from kvstore.router.front import Front
 from kvstore.router.headers import answer_headers, header
-from kvstore.router.placing import Flight, Picker, Placement
+from kvstore.router.placing import Flight, Placement
 from kvstore.router.proxy_options import ProxyOptions
 from kvstore.router.replies import Failure
 from kvstore.router.usage import BodyTap, EventTap, NoTap, Tap
@@ -97,16 +97,14 @@ class Upstream:
 
     Args:
         connections: to replicas.
-        picker: told what becomes of every placement.
+        front: its core is told what becomes of every placement.
         options: limits.
-        clock: monotonic.
     """
 
-    def __init__(self, connections: Connections, picker: Picker, options: ProxyOptions, clock: Clock) -> None:
+    def __init__(self, connections: Connections, front: Front, options: ProxyOptions) -> None:
         self._connections = connections
-        self._picker = picker
+        self._front = front
         self._options = options
-        self._clock = clock
 
     async def attempt(self, outgoing: Outgoing, placement: Placement, send: Send) -> Failed | None:
         """Send a request to the replica it was placed on, and pass its answer on.
@@ -116,7 +114,7 @@ class Upstream:
         Returns:
             None = the caller has an answer, whole or broken off; else it has not heard a byte.
         """
-        with Flight(self._picker, placement.ticket, self._clock) as flight:
+        with Flight(self._front.picker, placement.ticket, self._front.clock) as flight:
             flight.sent()
             begun = await self._begin(outgoing, placement)
             if isinstance(begun, Failed):
@@ -154,7 +152,7 @@ class Upstream:
                 answer.close()
 
     def _headers(self, outgoing: Outgoing, replica: str) -> list[tuple[bytes, bytes]]:
-        key = self._options.replica_keys.get(replica, "")
+        key = self._front.keys.get(replica, "")
         authorization = f"Bearer {key}" if key else outgoing.authorization
         shown = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
         return [*outgoing.headers, *shown]

@@ -21,7 +21,7 @@ import structlog
 
 from kvstore.errors import BadRequest
 from kvstore.keys import KEY_BYTES
-from kvstore.router.feeding import FeedCounts, FeedTimes
+from kvstore.router.feeding import FeedCounts, FeedTimes, Truth
 from kvstore.router.kv_schema import Removed, Stored
 from kvstore.router.sink import Sink
 from kvstore.types import Tier
@@ -81,12 +81,15 @@ class KvstoreFeed:
         self._sink = sink
         self._times = times or FeedTimes()
         self.counts = FeedCounts()
-        self.doubt = "nothing was heard yet"
-        """Why what is known may be wrong, "" = it holds."""
+        self._truth = Truth(sink)
         self.epoch, self.sequence = b"", 0
         """The last position that was applied whole; the epoch is b"" while there is none."""
-        self._filling = False
         self._devices = _Devices()
+
+    @property
+    def doubt(self) -> str:
+        """Why what is known may be wrong, "" = it holds."""
+        return self._truth.doubt
 
     async def run(self) -> None:
         """Until cancelled. An error of the sink ends it, nothing that a daemon sends does."""
@@ -97,9 +100,9 @@ class KvstoreFeed:
                 async with open_channel(self._source) as channel:
                     await self._follow(rpc.StoreStub(channel))
             except grpc.aio.AioRpcError as error:
-                self._doubt(f"{error.code().name}: {error.details() or ''}"[:200])
+                self._truth.question(f"{error.code().name}: {error.details() or ''}"[:200])
             except TimeoutError:
-                self._doubt(f"nothing came for {self._times.answer_s:g} s")
+                self._truth.question(f"nothing came for {self._times.answer_s:g} s")
             except BadRequest as error:
                 self._begin_anew_later(str(error))
             if self.counts.batches > before:
@@ -117,12 +120,12 @@ class KvstoreFeed:
             async with asyncio.timeout(self._times.answer_s):
                 await call.initial_metadata()
             if self.epoch:  # let in; what has changed, if anything, comes now
-                self._hold()
+                self._truth.hold()
             while True:
                 async with asyncio.timeout(None if self.epoch else self._times.answer_s):
                     message = await call.read()
                 if message is grpc.aio.EOF:
-                    self._doubt("the daemon ended the stream")
+                    self._truth.question("the daemon ended the stream")
                     return
                 self._apply(message)
         finally:
@@ -146,7 +149,7 @@ class KvstoreFeed:
         if message.last:
             self.counts.batches += 1
             self.epoch, self.sequence = message.epoch, message.sequence
-            self._hold()
+            self._truth.hold()
 
     def _apply_snapshot(self, message: pb.SubscribeResponse) -> None:
         snapshot = message.snapshot
@@ -154,16 +157,15 @@ class KvstoreFeed:
             self.epoch, self.sequence = b"", 0  # one that is cut off is asked for again, not resumed
             self._devices.clear()
             self.counts.resets += 1
-            self._filling = True
-            self._sink.reset()
-        elif not self._filling:
+            self._truth.begin()
+        elif not self._truth.filling:
             raise BadRequest("subscribe: a snapshot without a beginning")
         self._store(_tier(snapshot.tier), snapshot.engine, _checked(snapshot.keys), b"")
 
     def _apply_event(self, message: pb.SubscribeResponse) -> None:
         event = message.event
         tier = _tier(event.tier)
-        if self._filling or message.epoch != self.epoch or message.sequence != self.sequence + 1:
+        if self._truth.filling or message.epoch != self.epoch or message.sequence != self.sequence + 1:
             self.counts.gaps += 1
             raise BadRequest(f"subscribe: event {message.sequence} does not follow {self.sequence}")
         keys = _checked(event.keys)
@@ -197,16 +199,6 @@ class KvstoreFeed:
 
     # ---- the sink -----------------------------------------------------------------------------------------
 
-    def _hold(self) -> None:
-        if self._filling or self.doubt:
-            self._filling, self.doubt = False, ""
-            self._sink.ready()
-
-    def _doubt(self, reason: str) -> None:
-        if reason != self.doubt:
-            self.doubt = reason
-            self._sink.stale(reason)
-
     def _begin_anew_later(self, reason: str) -> None:
         """The next stream begins with a snapshot."""
         log.warning("a stream of KV events makes no sense", target=self._source.target, reason=reason)
@@ -214,7 +206,7 @@ class KvstoreFeed:
         self.counts.lost += 1
         self.epoch, self.sequence = b"", 0
         self._sink.lost(1)
-        self._doubt(reason)
+        self._truth.question(reason)
 
 
 class _Devices:

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvstore.clock import Clock
-from kvstore.router.placing import Picker, Replica
+from kvstore.router.front import Front
+from kvstore.router.placing import Replica
 from kvstore.router.proxy_options import ProxyOptions
 from kvstore.router.replies import Failure
 from kvstore.router.wire import Connections, WireError
@@ -32,16 +32,14 @@ class ModelList:
 
     Args:
         connections: to replicas.
-        picker: knows the replicas.
+        front: its core knows the replicas.
         options: limits.
-        clock: monotonic.
     """
 
-    def __init__(self, connections: Connections, picker: Picker, options: ProxyOptions, clock: Clock) -> None:
+    def __init__(self, connections: Connections, front: Front, options: ProxyOptions) -> None:
         self._connections = connections
-        self._picker = picker
+        self._front = front
         self._options = options
-        self._clock = clock
         self._known: _Known | None = None
 
     async def merged(self, authorization: str) -> bytes | Failure:
@@ -50,11 +48,11 @@ class ModelList:
         Args:
             authorization: for replicas without a key of their own, "" = none.
         """
-        now_s, known = self._clock.now(), self._known
+        now_s, known = self._front.clock.now(), self._known
         fresh = known is not None and now_s - known.since_s < self._options.models_s
         if known is not None and fresh and known.authorization == authorization:
             return known.page
-        up = [replica for replica in self._picker.replicas() if replica.up]
+        up = [replica for replica in self._front.picker.replicas() if replica.up]
         answers = await asyncio.gather(*(self._models_of(replica, authorization) for replica in up))
         heard = [models for models in answers if models is not None]
         if not heard:
@@ -65,7 +63,7 @@ class ModelList:
         return page
 
     async def _models_of(self, replica: Replica, authorization: str) -> list[dict[str, Any]] | None:
-        key = self._options.replica_keys.get(replica.name, "")
+        key = self._front.keys.get(replica.name, "")
         shown = f"Bearer {key}" if key else authorization
         headers = [(b"authorization", shown.encode("latin-1"))] if shown else []
         try:

@@ -163,8 +163,9 @@ class Holdings:
         return EngineBlocks(_ENGINE_BLOCKS_PER_BLOCK * self.capacity_blocks)
 
     def blocks(self) -> NDArray[np.int64]:
-        """(4,) blocks by tier."""
-        return self._index.blocks(self.column)
+        """(4,) blocks by tier: as told, or, in doubt, what is assumed where that is more."""
+        told = self._index.blocks(self.column)
+        return np.maximum(told, self._index.blocks(self.assumed_column)) if self.doubt else told
 
     def assume(self, chain: Names) -> None:
         """A prompt is computed there."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,63 +20,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvstore.clock import Clock, MonotonicClock
 from kvstore.errors import BadRequest, KVStoreError, Unavailable
 from kvstore.router.bodies import CHAT, COMPLETIONS, Body, read_body, session_of, upstream_body
-from kvstore.router.door import Caller, Door, OpenDoor
+from kvstore.router.door import Caller
 from kvstore.router.forwarding import Failed, Outgoing, Upstream
+from kvstore.router.front import Front
 from kvstore.router.headers import Headers, header, request_headers
 from kvstore.router.models import ModelList
-from kvstore.router.placing import Picker, Placement, RouteRequest
+from kvstore.router.placing import Placement, RouteRequest
 from kvstore.router.proxy_options import ProxyOptions
 from kvstore.router.replies import Failure, failure_of
-from kvstore.router.tokens import Tokenizers
 from kvstore.router.wire import Connections
 
-__all__ = ["Front", "build_app"]
+__all__ = ["build_app"]
 
 _SERVED = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health"
 _SLO_S_MAX = 86_400.0
 
 
-@dataclass(frozen=True, slots=True)
-class Front:
-    """What a proxy is made of, beside its options.
-
-    Attributes:
-        picker: the core.
-        tokenizers: of the models that are served.
-        door: who is let in.
-        clock: monotonic.
-    """
-
-    picker: Picker
-    tokenizers: Tokenizers
-    door: Door
-    clock: Clock
-
-
-def build_app(
-    picker: Picker,
-    options: ProxyOptions,
-    tokenizers: Tokenizers | None = None,
-    door: Door | None = None,
-    clock: Clock | None = None,
-) -> Starlette:
+def build_app(front: Front, options: ProxyOptions) -> Starlette:
     """The proxy as an ASGI application; connections to replicas live as long as its lifespan.
-
-    Args:
-        picker: the core; it is called on the application's event loop.
-        options: limits and names.
-        tokenizers: of the models; None = approximate all.
-        door: None = everybody is let in as the same caller, without a salt.
-        clock: None = the machine's.
 
     Raises:
         ConfigError: an option is out of range.
     """
     options.check()
-    front = Front(picker, tokenizers or Tokenizers(), door or OpenDoor(), clock or MonotonicClock())
     forwarder = _Forwarder(front, options)
 
     @contextlib.asynccontextmanager
@@ -108,8 +75,8 @@ class _Forwarder:
 
     def open(self, connections: Connections) -> None:
         """From now on replicas can be reached."""
-        self._upstream = Upstream(connections, self._front.picker, self._options, self._front.clock)
-        self._models = ModelList(connections, self._front.picker, self._options, self._front.clock)
+        self._upstream = Upstream(connections, self._front, self._options)
+        self._models = ModelList(connections, self._front, self._options)
 
     # ---- the router's own pages -------------------------------------------------------------------------
 
@@ -124,9 +91,9 @@ class _Forwarder:
 
     async def metrics(self, _: Request) -> Response:
         """What whoever built the application gives."""
-        if self._options.metrics is None:
+        if self._front.metrics is None:
             return Failure(404, "not_found", "GET /metrics: this router has no page of metrics").response()
-        return Response(self._options.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._front.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
         """Of all replicas."""

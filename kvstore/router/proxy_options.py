@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-
+from kvstore.config.tables import Table
 from kvstore.errors import ConfigError
 
 __all__ = ["ProxyOptions"]
@@ -12,9 +10,8 @@ __all__ = ["ProxyOptions"]
 _SECONDS = ("connect_s", "body_s", "first_byte_s", "idle_s", "client_stall_s", "models_s")
 
 
-@dataclass(frozen=True, slots=True)
-class ProxyOptions:
-    """Of one front end.
+class ProxyOptions(Table, frozen=True):
+    """[proxy] of the router's configuration.
 
     Attributes:
         body_bytes_max: of a caller's body; 16 MiB hold a million tokens, or some pictures.
@@ -33,8 +30,6 @@ class ProxyOptions:
         slo_s: of callers that do not say; None = none.
         ask_usage: ask engines for the usage of every stream, so that the core learns the real hit.
         show_placement: tell callers in X-Kvstore-Replica, -Expected-Tokens and -Removed what was done.
-        replica_keys: replica → bearer token that the router shows there.
-        metrics: gives the page of /metrics; None = there is none here.
     """
 
     body_bytes_max: int = 16 << 20
@@ -52,8 +47,6 @@ class ProxyOptions:
     slo_s: float | None = None
     ask_usage: bool = True
     show_placement: bool = True
-    replica_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    metrics: Callable[[], bytes] | None = None
 
     def check(self) -> None:
         """Raises ConfigError: names the option."""
@@ -65,10 +58,10 @@ class ProxyOptions:
             *((name, 0.001, 86_400.0) for name in _SECONDS),
         ):
             if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"{name}: need {least:g} to {most:g}, got {getattr(self, name):g}")
+                raise ConfigError(f"proxy.{name}: need {least:g} to {most:g}, got {getattr(self, name):g}")
         for name in ("session_header", "slo_header"):
             value = getattr(self, name)
             if not value or not value.isascii() or not value.replace("-", "").isalnum():
-                raise ConfigError(f"{name}: need a header's name, got {value!r:.80}")
+                raise ConfigError(f"proxy.{name}: need a header's name, got {value!r:.80}")
         if self.slo_s is not None and not 0 < self.slo_s <= 86_400:
-            raise ConfigError(f"slo_s: need seconds above 0, got {self.slo_s:g}")
+            raise ConfigError(f"proxy.slo_s: need seconds above 0, got {self.slo_s:g}")

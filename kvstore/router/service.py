@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
 
-from kvstore.clock import Clock
 from kvstore.errors import STATUS, BadRequest, KVStoreError, LimitExceeded, NotFound
 from kvstore.router.core import Member, Router
 from kvstore.router.deployments import Deployments
-from kvstore.router.door import Door
+from kvstore.router.front import Front
 from kvstore.router.heads import HEADS_MAX
 from kvstore.router.placing import RouteRequest
 from kvstore.router.warming import warm
@@ -40,26 +39,15 @@ class RoutingService(routing_pb2_grpc.RoutingServicer):  # type: ignore[misc] # 
     """On the loop of the core.
 
     Args:
+        front: who may ask (shown the `authorization` metadata), the clock, and the replicas' keys.
         deployments: the core.
-        door: who may ask; shown the `authorization` metadata.
         report_s: a caller that is silent for so long is taken to be gone, and its requests with it.
-        clock: monotonic.
-        keys: replica → bearer token that its server wants.
     """
 
-    def __init__(
-        self,
-        deployments: Deployments,
-        door: Door,
-        report_s: float,
-        clock: Clock,
-        keys: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, front: Front, deployments: Deployments, report_s: float) -> None:
+        self._front = front
         self._deployments = deployments
-        self._door = door
         self._report_s = report_s
-        self._clock = clock
-        self._keys = dict(keys or {})
         self._out: dict[int, _Out] = {}
 
     async def Pick(self, request: pb.PickRequest, context: Any) -> pb.PickResponse:  # noqa: N802
@@ -72,7 +60,7 @@ class RoutingService(routing_pb2_grpc.RoutingServicer):  # type: ignore[misc] # 
             asked = self._asked(request.prompt, context)
             found = self._deployments.pick(asked, frozenset(request.avoid))
             self._deployments.sent(found.ticket)
-            self._out[found.ticket] = _Out(self._clock.now())
+            self._out[found.ticket] = _Out(self._front.clock.now())
         except KVStoreError as error:
             await _abort(context, error)
         return pb.PickResponse(
@@ -129,15 +117,15 @@ class RoutingService(routing_pb2_grpc.RoutingServicer):  # type: ignore[misc] # 
     async def Warm(self, request: pb.WarmRequest, context: Any) -> AsyncIterator[pb.WarmResponse]:  # noqa: N802
         """See routing.proto."""
         try:
-            self._door.administer(_authorization(context))
+            self._front.door.administer(_authorization(context))
             if not 1 <= request.top <= HEADS_MAX:
                 raise BadRequest(f"top: need 1 to {HEADS_MAX}, got {request.top}")
             model, router, member = self._member(request.replica)
         except KVStoreError as error:
             await _abort(context, error)
         heads = router.heads.top(request.top)
-        number = 0
-        async for done in warm(member.url, self._keys.get(member.name, ""), model, heads):
+        key, number = self._front.keys.get(member.name, ""), 0
+        async for done in warm(self._front.clock, member.url, key, model, heads):
             number += 1
             yield pb.WarmResponse(
                 number=number,
@@ -160,7 +148,7 @@ class RoutingService(routing_pb2_grpc.RoutingServicer):  # type: ignore[misc] # 
         out = self._out.get(report.ticket)
         if out is None:
             return False
-        out.heard_s = self._clock.now()
+        out.heard_s = self._front.clock.now()
         if report.WhichOneof("what") == "first_byte":
             self._deployments.first_byte(report.ticket, report.first_byte.seconds)
             return True
@@ -183,7 +171,7 @@ class RoutingService(routing_pb2_grpc.RoutingServicer):  # type: ignore[misc] # 
 
     def let_go(self) -> int:
         """Of what has been silent for too long; how many tickets."""
-        until_s = self._clock.now() - self._report_s
+        until_s = self._front.clock.now() - self._report_s
         gone = [ticket for ticket, out in self._out.items() if out.heard_s < until_s]
         for ticket in gone:
             del self._out[ticket]
@@ -210,7 +198,7 @@ class RoutingService(routing_pb2_grpc.RoutingServicer):  # type: ignore[misc] # 
         )
 
     def _admit(self, context: Any, tenant: str) -> Any:
-        return self._door.admit(_authorization(context), tenant)
+        return self._front.door.admit(_authorization(context), tenant)
 
 
 def _authorization(context: Any) -> str:

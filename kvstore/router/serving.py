@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from kvstore.errors import ConfigError
 from kvstore.router.addresses import http_address
 from kvstore.router.assembly import Parts, assemble
 from kvstore.router.exposition import RouteCollector, page
+from kvstore.router.front import Front
 from kvstore.router.proxy import build_app
 from kvstore.router.service import RoutingService
 from kvstore.router.settings import RouteConfig, Settings
@@ -51,11 +51,12 @@ async def route(settings: Settings, ready: Callable[[str, str], None] | None = N
     clock = MonotonicClock()
     parts = assemble(settings, clock, SystemRandom())
     collector = RouteCollector(parts.deployments)
-    options = dataclasses.replace(parts.options, metrics=lambda: page(collector))
-    app = build_app(parts.deployments, options, parts.tokenizers, parts.door, clock)
+    made_of = Front(
+        parts.deployments, parts.tokenizers, parts.door, clock, parts.keys, lambda: page(collector)
+    )
+    app = build_app(made_of, settings.proxy)
     sock = _bound(settings.route)
-    keys = parts.options.replica_keys
-    service = RoutingService(parts.deployments, parts.door, settings.route.report_s, clock, keys)
+    service = RoutingService(made_of, parts.deployments, settings.route.report_s)
     server, grpc_address = await _grpc(settings.route, service)
     front = _Front(
         uvicorn.Config(

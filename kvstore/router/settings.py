@@ -31,6 +31,7 @@ from kvstore.config.tokens import is_name
 from kvstore.errors import ConfigError
 from kvstore.policy.routing.make import POLICIES
 from kvstore.router.addresses import http_address, reaches_others
+from kvstore.router.proxy_options import ProxyOptions
 
 __all__ = ["DeploymentConfig", "LayoutConfig", "NamespaceConfig", "ReplicaConfig", "RouteConfig", "Settings"]
 
@@ -74,26 +75,6 @@ class RouteConfig(Table, frozen=True):
     insecure: bool = False
     report_s: float = 600.0
     log_level: str = "info"
-
-
-class ProxyConfig(Table, frozen=True):
-    """[proxy]: limits of the HTTP front; see `ProxyOptions`."""
-
-    body_bytes_max: int = 16 << 20
-    headers_max: int = 100
-    requests_max: int = 1024
-    attempts_max: int = 3
-    body_s: float = 30.0
-    connect_s: float = 2.0
-    first_byte_s: float = 600.0
-    idle_s: float = 120.0
-    client_stall_s: float = 120.0
-    models_s: float = 5.0
-    session_header: str = "x-session-id"
-    slo_header: str = "x-kvstore-slo-s"
-    slo_s: float = 0.0
-    ask_usage: bool = True
-    show_placement: bool = True
 
 
 class ReplicaConfig(Table, frozen=True):
@@ -179,7 +160,7 @@ class Settings(Table, frozen=True):
     """All of it."""
 
     route: RouteConfig = RouteConfig()
-    proxy: ProxyConfig = ProxyConfig()
+    proxy: ProxyOptions = ProxyOptions()
     deployments: tuple[DeploymentConfig, ...] = ()
 
     @staticmethod
@@ -223,13 +204,14 @@ class Settings(Table, frozen=True):
             tables: dict[str, type[msgspec.Struct]] = {
                 "": Settings,
                 "route": RouteConfig,
-                "proxy": ProxyConfig,
+                "proxy": ProxyOptions,
                 "deployments": DeploymentConfig,
             }
             raise ConfigError(explain(str(error), source, tables)) from None
         if deployment is not None:
             settings = msgspec.structs.replace(settings, deployments=(*settings.deployments, deployment))
         _check_route(settings.route)
+        settings.proxy.check()
         _check_deployments(settings.deployments)
         return settings
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-__all__ = ["BodyTap", "EventTap", "NoTap", "Tap", "Usage"]
+__all__ = ["BodyTap", "EventTap", "NoTap", "Tap", "Usage", "usage_in"]
 
 # The longest event that is looked at: one with log-probabilities of 20 candidates has some kilobytes.
 EVENT_BYTES_MAX = 256 << 10
@@ -79,7 +79,7 @@ class BodyTap:
     def end(self) -> bytes:
         """Nothing is left."""
         if not self._too_long:
-            self.usage = _usage_of(_decoded(bytes(self._copy))) or self.usage
+            self.usage = usage_in(bytes(self._copy))
         return b""
 
 
@@ -130,6 +130,11 @@ class EventTap:
             return True
         self.usage = usage
         return not (self._hide_usage and found.get("choices") == [])
+
+
+def usage_in(body: bytes) -> Usage:
+    """What one whole answer says."""
+    return _usage_of(_decoded(body)) or Usage()
 
 
 def _decoded(data: bytes) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from zmq.asyncio import Context, Poller
 from zmq.utils.monitor import parse_monitor_message
 
 from kvstore.clock import Clock, MonotonicClock
-from kvstore.router.feeding import FeedCounts, FeedTimes
+from kvstore.router.feeding import FeedCounts, FeedTimes, Truth
 from kvstore.router.kv_schema import BadEvent, Batch, Cleared, Stored, decode_batch
 from kvstore.router.sink import Sink
 from kvstore.router.vllm_wire import Silent, VllmSource, WireBatch, batch_of, replayed, subscribed
@@ -80,18 +80,21 @@ class VllmFeed:
         self._clock = clock or MonotonicClock()
         self._context = context
         self.counts = FeedCounts()
-        self.doubt = "nothing was heard yet"
-        """Why what is known may be wrong, "" = it holds."""
+        self._truth = Truth(sink)
         self._applied: int | None = -1  # None: the next batch begins a new truth
         self._ts_s = math.nan  # of the batch that was applied last
         self._live = -1  # highest sequence that was published since the last restart
-        self._filling = False  # between reset and ready
         self._broken = False
         self._pause_s = self._times.pause_s
         self._trouble_s = -math.inf
         self._not_before_s = -math.inf
         self._probe_at_s = math.inf
         self._others: set[int] = set()  # layer groups that are not _WHOLE
+
+    @property
+    def doubt(self) -> str:
+        """Why what is known may be wrong, "" = it holds."""
+        return self._truth.doubt
 
     @property
     def applied(self) -> int | None:
@@ -130,7 +133,7 @@ class VllmFeed:
         while (frames := await _now(monitor)) is not None:
             connected = parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if connected is False:
-            self._doubt("the publisher is away")
+            self._truth.question("the publisher is away")
         elif connected:
             await self._connected(context, sub)
 
@@ -143,7 +146,7 @@ class VllmFeed:
             self._probe_at_s = self._clock.now() + min(1.0, self._times.probe_s)
         elif self.counts.resets == 0:
             self._begin_anew()
-            self._hold()
+            self._truth.hold()
         else:
             self._applied = None
 
@@ -172,7 +175,7 @@ class VllmFeed:
             pass  # it is replayed with what is missing; see _look_after
         elif not restarted and batch.sequence == self._applied + 1:
             self._apply(batch)
-            self._hold()
+            self._truth.hold()
         elif not restarted and batch.sequence <= self._applied:
             self.counts.duplicates += 1
         else:
@@ -183,7 +186,7 @@ class VllmFeed:
     async def _mend(self, context: Context, batch: WireBatch, restarted: bool) -> None:
         """A gap: everything up to this batch, or a new truth with it."""
         if self._clock.now() < self._not_before_s:
-            self._doubt("events were lost; the next try comes after a pause")
+            self._truth.question("events were lost; the next try comes after a pause")
             return
         if not self._source.replay:
             self._lose(batch.sequence if restarted else batch.sequence - (self._applied or 0) - 1)
@@ -223,7 +226,7 @@ class VllmFeed:
             outcome = await self._replay(context)
             if outcome is _Outcome.WHOLE:
                 self._broken = False
-                self._hold()
+                self._truth.hold()
                 return True
             fruitless = 0 if self.counts.batches > before else fruitless + 1
             if fruitless >= self._times.attempts:
@@ -231,9 +234,9 @@ class VllmFeed:
             if outcome is _Outcome.SILENT:
                 await asyncio.sleep(retry_s)
                 retry_s *= 2
-        self._doubt("the replay socket does not give what is missing")
+        self._truth.question("the replay socket does not give what is missing")
         self._trouble()
-        if self._broken or self._filling:
+        if self._broken or self._truth.filling:
             self._applied = None
         return False
 
@@ -288,10 +291,10 @@ class VllmFeed:
     def _begin_anew(self) -> None:
         """A new truth, from sequence 0 on."""
         self._applied, self._ts_s, self._live = -1, math.nan, -1
-        self._filling, self._broken = True, False
+        self._broken = False
         self._others.clear()
         self.counts.resets += 1
-        self._sink.reset()
+        self._truth.begin()
 
     def _begin_after(self, sequence: int) -> None:
         """The publisher's buffer does not reach back: a new truth, of what it still has after `sequence`."""
@@ -308,7 +311,7 @@ class VllmFeed:
         self._trouble()
         self._live = batch.sequence
         self._apply(batch)
-        self._hold()
+        self._truth.hold()
 
     def _apply(self, batch: WireBatch) -> None:
         self._applied = batch.sequence
@@ -336,17 +339,6 @@ class VllmFeed:
                     self._sink.stored(event)
             elif event.group not in self._others:
                 self._sink.removed(event)
-
-    def _hold(self) -> None:
-        """What is known is the truth."""
-        if self._filling or self.doubt:
-            self._filling, self.doubt = False, ""
-            self._sink.ready()
-
-    def _doubt(self, reason: str) -> None:
-        if reason != self.doubt:
-            self.doubt = reason
-            self._sink.stale(reason)
 
     def _lose(self, batches: int) -> None:
         if batches > 0:

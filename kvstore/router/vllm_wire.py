@@ -10,17 +10,14 @@ import zmq
 from zmq.asyncio import Context
 
 from kvstore.router.kv_schema import PAYLOAD_BYTES_MAX
+from kvstore.rpc.zmq_sockets import END, keep_alive
 
 __all__ = ["Silent", "VllmSource", "WireBatch", "batch_of", "replayed", "subscribed"]
 
-END = b"\xff" * 8
 _SEQUENCE_BYTES = 8
 # Batches that wait here while a replay is applied; what comes beyond is a gap, and replayed in its turn.
 _WAITING_MAX = 10_000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5_000
-# A machine that vanished without a word is noticed by TCP. ZMTP's own heartbeats with a receive limit end the
-# process (libzmq 4.3.5, issue 3937: "Assertion failed: _input_stopped" where a burst fills the queue).
-_KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_PROBES = 10, 5, 3
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
@@ -104,7 +101,4 @@ def _prepare(socket: Any) -> None:
     socket.set(zmq.MAXMSGSIZE, PAYLOAD_BYTES_MAX)
     socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-    socket.set(zmq.TCP_KEEPALIVE, 1)
-    socket.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_S)
-    socket.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_EVERY_S)
-    socket.set(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_PROBES)
+    keep_alive(socket)

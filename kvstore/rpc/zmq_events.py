@@ -36,7 +36,8 @@ from kvstore.errors import ConfigError
 from kvstore.events import KVEvent
 from kvstore.group import Group
 from kvstore.rpc.server import free_path
-from kvstore.rpc.zmq_wire import END, Schema, be64
+from kvstore.rpc.zmq_sockets import END, keep_alive
+from kvstore.rpc.zmq_wire import Schema, be64
 from kvstore.snapshots import SnapshotPart, snapshot_parts
 from kvstore.store import Store
 
@@ -57,7 +58,6 @@ STALL_S = 5.0
 FULL_S = 0.001  # libzmq cannot say when a ROUTER's peer has room again
 EVENTS_PER_TURN = 64
 KEYS_PER_BATCH = 2048  # of a snapshot: 70 KiB
-HEARTBEAT_MS = 10_000  # a peer that vanished without a word
 
 
 class ZmqEvents:
@@ -300,7 +300,7 @@ def _bound(socket: Any, key: str, endpoint: str) -> str:
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.IPV6, "[" in endpoint)
     socket.set(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    keep_alive(socket)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

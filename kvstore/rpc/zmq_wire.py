@@ -26,10 +26,7 @@ from kvstore.keys import KEY_BYTES
 from kvstore.snapshots import SnapshotPart
 from kvstore.types import Tier
 
-__all__ = ["END", "Schema", "be64"]
-
-END = b"\xff" * 8
-"""Sequence −1: nothing more comes."""
+__all__ = ["Schema", "be64"]
 
 _MEDIA = {
     Tier.GPU: "GPU",

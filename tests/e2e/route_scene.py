@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvstore.errors import Unavailable
-from kvstore.router.door import Door
+from kvstore.router.front import Front
 from kvstore.router.placing import Placement, Replica, RouteRequest
 from kvstore.router.proxy import build_app
 from kvstore.router.proxy_options import ProxyOptions
@@ -317,10 +317,11 @@ class RouteScene:
 
 @contextlib.asynccontextmanager
 async def route(
-    *replicas: Replica, options: ProxyOptions | None = None, door: Door | None = None
+    *replicas: Replica, options: ProxyOptions | None = None, **parts: Any
 ) -> AsyncIterator[RouteScene]:
+    """`parts`: of the Front, beside its core."""
     picker = LedgerPicker(replicas)
-    async with served(build_app(picker, options or ProxyOptions(), door=door)) as client:
+    async with served(build_app(Front(picker, **parts), options or ProxyOptions())) as client:
         yield RouteScene(client, picker)
 
 

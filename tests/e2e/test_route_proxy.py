@@ -108,8 +108,8 @@ async def test_models_of_all_replicas_are_one_list() -> None:
 
 
 async def test_health_and_metrics() -> None:
-    options = ProxyOptions(metrics=lambda: b"kvstore_route_up 1\n")
-    async with route(Replica("a", "http://127.0.0.1:1", True), options=options) as s:
+    page = b"kvstore_route_up 1\n"
+    async with route(Replica("a", "http://127.0.0.1:1", True), metrics=lambda: page) as s:
         assert (await s.client.get("/health")).json() == {"status": "ok", "replicas": 1, "up": 1}
         assert (await s.client.get("/metrics")).content == b"kvstore_route_up 1\n"
         s.picker.known = [Replica("a", "http://127.0.0.1:1", False)]
@@ -186,8 +186,8 @@ def door() -> TokenDoor:
 
 
 async def test_a_tenants_salt_comes_from_its_token() -> None:
-    options = ProxyOptions(replica_keys={"a": "replica-key"})
-    async with replica("a", answers) as a, route(a.known(), options=options, door=door()) as s:
+    keys = {"a": "replica-key"}
+    async with replica("a", answers) as a, route(a.known(), keys=keys, door=door()) as s:
         for token, tenant in (("alice-token", ""), ("both-token", "bob"), ("both-token", "alice")):
             headers = {"Authorization": f"Bearer {token}"} | ({"X-Kvstore-Tenant": tenant} if tenant else {})
             assert (await s.post(chat(cache_salt="bob's"), headers=headers)).status_code == 200

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import plan_sim, plan_trace
+from bench import plan_sim
 from bench.plan_costs import BLOCK_TOKENS, GB, NEVER, Cell, Costs, Matches, tuned
 from bench.plan_sim import BARS, Policy, missed, simulate
-from bench.plan_trace import PROMPT_TOKENS_MAX, TraceError, read_trace
+from bench.plan_trace import TraceError, read_trace
 from kvstore.policy.reload import Choice
+from kvstore.simulate.trace_file import TOKENS_MAX
 
 BANDWIDTHS = st.floats(0.1, 200.0)
 SLOWDOWNS = st.floats(0.3, 10.0)
@@ -60,9 +61,9 @@ def test_the_last_token_is_never_matched_nor_is_a_block_that_is_not_full(tmp_pat
     assert read_trace(trace_file(tmp_path, *same)).matched_tokens.tolist() == [0, 512, 1024, 512, 0]
 
 
-def test_a_known_block_behind_an_unknown_one_does_not_count(tmp_path: Path) -> None:
-    trace = read_trace(trace_file(tmp_path, row(1500, [0, 1, 2]), row(1500, [7, 1, 2])))
-    assert trace.matched_tokens.tolist() == [0, 0]
+def test_an_id_stands_for_all_before_it(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="line 2: hash_ids: 1 comes behind 7, elsewhere behind 0"):
+        read_trace(trace_file(tmp_path, row(1500, [0, 1, 2]), row(1500, [7, 1, 2])))
 
 
 def test_empty_lines_are_no_requests(tmp_path: Path) -> None:
@@ -78,23 +79,26 @@ def test_empty_lines_are_no_requests(tmp_path: Path) -> None:
         ("[1, 2]", "not an object"),
         (
             {**TALK[1], "input_length": -5},
-            "input_length is -5; it must be a whole number of tokens from 1 to",
+            "input_length: need 1 to 16777216 tokens, got -5",
         ),
-        ({**TALK[1], "input_length": 0}, "input_length is 0"),
-        ({**TALK[1], "input_length": 2049.0}, "input_length is 2049.0"),
-        ({**TALK[1], "input_length": True}, "input_length is True"),
-        ({**TALK[1], "input_length": PROMPT_TOKENS_MAX + 1}, "input_length is 16777217"),
-        ({**TALK[1], "output_length": -1}, "output_length is -1; it must be a whole number of tokens from 0"),
-        ({"timestamp": 1, "input_length": 5, "hash_ids": [0]}, "output_length is absent"),
-        ({**TALK[1], "timestamp": -1}, "timestamp is -1; it must be milliseconds"),
-        ({**TALK[1], "timestamp": math.nan}, "timestamp is nan"),
-        ({**TALK[1], "timestamp": 1}, "sort the file by timestamp"),
-        ({**TALK[1], "hash_ids": [0, 1]}, "2 hash_ids for input_length 2049; 5 are needed"),
+        ({**TALK[1], "input_length": 0}, "input_length: need 1 to 16777216 tokens, got 0"),
+        ({**TALK[1], "input_length": 2049.0}, "got 2049.0"),
+        ({**TALK[1], "input_length": True}, "got True"),
+        ({**TALK[1], "input_length": TOKENS_MAX + 1}, "got 16777217"),
+        ({**TALK[1], "output_length": -1}, "output_length: need 0 to 16777216 tokens, got -1"),
+        (
+            {"timestamp": 1, "input_length": 5, "hash_ids": [0]},
+            "output_length: need 0 to 16777216 tokens, got None",
+        ),
+        ({**TALK[1], "timestamp": -1}, "timestamp: need milliseconds, 0 at least, got -1"),
+        ({**TALK[1], "timestamp": math.nan}, "got nan"),
+        ({**TALK[1], "timestamp": 1}, "timestamp goes back; sort the file by it"),
+        ({**TALK[1], "hash_ids": [0, 1]}, "2 hash_ids for 2049 tokens; 5 are needed"),
         (
             {**TALK[1], "hash_ids": [0, 1, 2, 3, "4"]},
-            "hash_ids is [0, 1, 2, 3, '4']; it must be a list of whole",
+            "hash_ids: need whole numbers from 0 to",
         ),
-        ({**TALK[1], "hash_ids": "x" * 1000}, "hash_ids is 'xxx"),
+        ({**TALK[1], "hash_ids": "x" * 1000}, "hash_ids: need whole numbers"),
     ],
     ids=lambda each: str(each)[:40].strip(),
 )
@@ -111,17 +115,17 @@ def test_a_line_that_makes_no_sense_is_named_with_the_fix(tmp_path: Path, line: 
 def test_a_line_longer_than_any_request_is_not_taken_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_trace, "LINE_BYTES_MAX", 1000)
-    with pytest.raises(TraceError, match="line 2: longer than 1000 bytes; one request a line"):
+    monkeypatch.setattr("kvstore.simulate.trace_file.LINE_BYTES_MAX", 1000)
+    with pytest.raises(TraceError, match="line 2: longer than 1000 bytes"):
         read_trace(trace_file(tmp_path, TALK[0], " " * 1000 + json.dumps(TALK[1])))
 
 
 def test_a_file_that_cannot_be_read_or_has_no_request(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"none\.jsonl: No such file or directory; give --trace a file"):
+    with pytest.raises(TraceError, match=r"none\.jsonl: No such file or directory"):
         read_trace(tmp_path / "none.jsonl")
-    with pytest.raises(TraceError, match="Is a directory; give --trace a file"):
+    with pytest.raises(TraceError, match="Is a directory"):
         read_trace(tmp_path)
-    with pytest.raises(TraceError, match="no request in it; a line looks like"):
+    with pytest.raises(TraceError, match="no request in it"):
         read_trace(trace_file(tmp_path, ""))
     with pytest.raises(TraceError, match="nothing to decide: take more of the trace"):
         simulate(read_trace(trace_file(tmp_path, TALK[0])))
